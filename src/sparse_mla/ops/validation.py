@@ -21,7 +21,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def shape_text(value: torch.Tensor | Iterable[int]) -> str:
-    return "[" + ", ".join([str(int(n)) for n in (value.shape if isinstance(value, torch.Tensor) else value)]) + "]"
+    # f-strings, not str(): the compiler can format a symbolic size only so.
+    return "[" + ", ".join([f"{n}" for n in (value.shape if isinstance(value, torch.Tensor) else value)]) + "]"
 
 
 # What a wrong last dimension usually means.
