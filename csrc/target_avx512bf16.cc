@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// AVX-512 with bfloat16 dot products, VBMI and VNNI. Compiled with those flags: nothing here may have
+// external linkage but the table at the end.
+#include <immintrin.h>
+
+#include "targets.h"
+
+namespace sparse_mla {
+
+namespace {
+
+#include "decode_f32.inc"
+#include "vector_avx512.inc"
+#include "decode_avx512.inc"
+#include "attention_f32.inc"
+#include "attention.inc"
+#include "merge_partials.inc"
+#include "operators.inc"
+
+}  // namespace
+
+extern const Operators OPERATORS_AVX512BF16;
+constexpr Operators OPERATORS_AVX512BF16 = make_operators(TargetId::AVX512BF16);
+
+}  // namespace sparse_mla

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// Any processor: plain C++, compiled with the architecture's oldest flags.
+#include "targets.h"
+
+namespace sparse_mla {
+
+namespace {
+
+#include "vector_portable.inc"
+#include "attention_f32.inc"
+#include "attention.inc"
+#include "merge_partials.inc"
+#include "operators.inc"
+
+}  // namespace
+
+extern const Operators OPERATORS_PORTABLE;
+constexpr Operators OPERATORS_PORTABLE = make_operators(TargetId::PORTABLE);
+
+}  // namespace sparse_mla
