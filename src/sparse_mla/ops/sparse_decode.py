@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse decode attention over one or two quantized paged caches.
 
-The call record below holds all validation and the preparation every backend shares. The opaque operators of all backends have
-one schema, `SCHEMA`, and take `SparseDecodeCall.flat()`.
+The call record below holds all validation and the preparation every backend shares. The opaque operators of all
+backends have one schema, `SCHEMA`, and take `SparseDecodeCall.flat()`.
 """
 
 from __future__ import annotations
@@ -177,13 +177,14 @@ def sparse_decode(
 
     Args:
         q: [b, s_q, h_q, 512] bfloat16. Queries after RoPE. Any h_q >= 1; zero rows are allowed.
-        scopes: one or two `KVScope`; slots are int32 [b, s_q, topk], -1 means empty and is never read. Columns at or past
-            `topk_length` [b] int32 are ignored. The union of scopes is one softmax; a slot listed twice counts twice.
+        scopes: one or two `KVScope`; slots are int32 [b, s_q, topk], -1 means empty and is never read. Columns at or
+            past `topk_length` [b] int32 are ignored. The union of scopes is one softmax; a slot listed twice counts
+            twice.
         softmax_scale: multiplier of the logits before softmax. Default 512 ** -0.5.
         attn_sink: [h_q] float32 or None. -inf has no effect, +inf zeroes the head; it never enters the lse.
         out_dtype: bfloat16, float32, or float64 (reference only: the whole computation then runs in float64).
-        one_sequence: the rows are consecutive tokens of one sequence, so one row's list may be a prefix of the next one's.
-            Only Neuron strategies use it; it never changes what is computed.
+        one_sequence: the rows are consecutive tokens of one sequence, so one row's list may be a prefix of the next
+            one's. Only Neuron strategies use it; it never changes what is computed.
         memory_limit: bytes of scratch. Default SPARSE_MLA_MEMORY_LIMIT (1 GiB).
         backend: "auto", or a name listed by `sparse-mla info`. Default SPARSE_MLA_BACKEND.
     Returns:
@@ -193,8 +194,8 @@ def sparse_decode(
         ShapeError, DTypeError, ArgumentError, FormatError: an argument is wrong; the message names it.
         SlotRangeError: a slot other than -1 outside its cache, or a negative length (while SPARSE_MLA_CHECKS is 1).
         UnsupportedError: no backend accepts the call; lists each backend's reasons.
-    Numerics: float32 logits and sums over exactly decoded records; native and Neuron round P to bfloat16 before P @ V. A query
-        without a valid slot gives out = 0, lse = +inf. A row's bits do not depend on the other rows.
+    Numerics: float32 logits and sums over exactly decoded records; native and Neuron round P to bfloat16 before P @ V.
+        A query without a valid slot gives out = 0, lse = +inf. A row's bits do not depend on the other rows.
     Source: FlashMLA 1.0.0 `flash_mla_with_kvcache`; docs/formats.md.
     """
     call = SparseDecodeCall.check(
@@ -243,14 +244,21 @@ def check_slots(op: str, name: str, indices: torch.Tensor, num_slots: int, lengt
 
 
 def attend_rows(
-    q: torch.Tensor, keys_of_row: Any, softmax_scale: float, attn_sink: torch.Tensor | None, math: torch.dtype
+    q: torch.Tensor,
+    keys_of_row: Any,
+    softmax_scale: float,
+    attn_sink: torch.Tensor | None,
+    math: torch.dtype,
+    out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One softmax per row of q [n, h, d]; `keys_of_row(i)` yields [keys, d] chunks. Returns (out, lse, max_logits) in `math`.
+    """One softmax per row of q [n, h, d]; `keys_of_row(i)` yields [keys, d] chunks. Computes in `math`; returns out in
+    `out_dtype`, lse and max_logits in `math`.
 
-    Each row is its own pair of matrix products, whose shapes depend on that row alone: its bits never depend on other rows.
+    Each row is its own pair of matrix products, whose shapes depend on that row alone, so its bits do not depend on the
+    other rows.
     """
     n, h, d = q.shape
-    out = torch.zeros(n, h, d, dtype=math, device=q.device)
+    out = torch.zeros(n, h, d, dtype=out_dtype, device=q.device)  # rounded row by row: no second copy in `math`
     lse = torch.full((n, h), float("inf"), dtype=math, device=q.device)
     top = torch.full((n, h), float("-inf"), dtype=math, device=q.device)
     for row in range(n):
@@ -307,7 +315,8 @@ def _reference(
     if cache1 is not None and indices1 is not None:
         scopes.append((PagedCache.from_geometry(cache1, geometry[half:]), indices1, length1))
     for number, (cache, indices, length) in enumerate(scopes):
-        check_slots("sparse_decode", f"scopes[{number}]", indices, cache.num_slots, length)  # always: a read must be legal
+        # Whatever `checks` says: plain torch would read another slot or stop with a message about its own internals.
+        check_slots("sparse_decode", f"scopes[{number}]", indices, cache.num_slots, length)
     math = torch.float64 if out_dtype == torch.float64 else torch.float32
     chunk = key_chunk(memory_limit, h, d, 8 if math == torch.float64 else 4)
 
@@ -321,8 +330,8 @@ def _reference(
                 yield gather_decoded(cache, slots[start : start + chunk])
 
     with torch.autocast(q.device.type, enabled=False):
-        out, lse, _ = attend_rows(q.reshape(b * s_q, h, d), keys_of_row, softmax_scale, attn_sink, math)
-    return out.to(out_dtype).reshape(q.shape), lse.float().reshape(b, s_q, h)
+        out, lse, _ = attend_rows(q.reshape(b * s_q, h, d), keys_of_row, softmax_scale, attn_sink, math, out_dtype)
+    return out.reshape(q.shape), lse.float().reshape(b, s_q, h)
 
 
 _operator = opaque("sparse_decode", "reference", SCHEMA, _reference, fake_attention)
