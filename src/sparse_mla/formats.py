@@ -187,15 +187,15 @@ def _ceil_exponent(amax: Tensor, largest: float) -> Tensor:
     return (bits >> 23) - (exponent - 1) + ((bits & 0x7FFFFF) > largest_mantissa).to(torch.int32)
 
 
-_PAIRS = {(E4M3FN, UE8M0), (E2M1, UE8M0), (E2M1, E4M3FN), (E4M3FN, FLOAT32), (BFLOAT16, None)}
+KINDS = ("e4m3fn+ue8m0", "e2m1+ue8m0", "e2m1+e4m3fn", "e4m3fn+float32", "bfloat16")  # element + scale
 
 
 @dataclass(frozen=True, eq=False)
 class RecordFormat:
     """The bytes of one token, stated as four facts; sizes are derived.
 
-    `elements` values of kind `element`, then one scale factor of kind `scale` per `elements_per_sf` of them. Pages of an
-    index format are sectioned: all data of a page, then all its scales.
+    `elements` values of kind `element`, then one scale factor of kind `scale` per `elements_per_sf` of them. Pages of
+    an index format are sectioned: all data of a page, then all its scales.
     """
 
     name: str
@@ -204,6 +204,7 @@ class RecordFormat:
     elements_per_sf: int
     scale: NumberFormat | None
     is_index: bool = False
+    kind: str = field(init=False)  # element and scale, such as "e2m1+ue8m0"
     data_bytes: int = field(init=False)
     num_sf: int = field(init=False)
     scale_bytes: int = field(init=False)
@@ -211,12 +212,9 @@ class RecordFormat:
     elements_per_byte: int = field(init=False)  # 2 for e2m1, 1 for e4m3, 0 for wider elements
 
     def __post_init__(self) -> None:
-        if (self.element, self.scale) not in _PAIRS:
-            known = ", ".join(f"{e.name}+{s.name if s else 'no scale'}" for e, s in _PAIRS)
-            raise FormatError(
-                f"RecordFormat: element and scale must be one of {known}, "
-                f"got {self.element}+{self.scale} for {self.name}."
-            )
+        kind = self.element.name + (f"+{self.scale.name}" if self.scale else "")
+        if kind not in KINDS:
+            raise FormatError(f"RecordFormat: element and scale must be one of {', '.join(KINDS)}, got {kind}.")
         if self.elements <= 0 or self.elements_per_sf <= 0 or self.elements % self.elements_per_sf:
             raise FormatError(
                 f"RecordFormat: elements must be a positive multiple of elements_per_sf, "
@@ -229,6 +227,7 @@ class RecordFormat:
         num_sf = self.elements // self.elements_per_sf if self.scale else 0
         data_bytes = self.elements * self.element.bits // 8
         scale_bytes = num_sf * self.scale.bits // 8 if self.scale else 0
+        object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "num_sf", num_sf)
         object.__setattr__(self, "data_bytes", data_bytes)
         object.__setattr__(self, "scale_bytes", scale_bytes)
@@ -398,18 +397,18 @@ def _admit(x: Tensor, fmt: RecordFormat, on_nonfinite: str | None, op: str) -> t
         return values.masked_fill(bad, 0.0), None
     if fmt.element is BFLOAT16:  # no scale to mark: the element itself is the group
         return values.masked_fill(bad, math.nan), None
-    marked = bad.reshape(*bad.shape[:-1], -1, fmt.elements_per_sf).any(dim=-1)
+    marked = bad.reshape(*bad.shape[:-1], fmt.num_sf, fmt.elements_per_sf).any(dim=-1)
     return values.masked_fill(bad, 0.0), marked
 
 
 def _quantize(values: Tensor, fmt: RecordFormat, e4m3_max: int, marked: Tensor | None) -> tuple[Tensor, Tensor]:
     """float32 [..., elements] to (data [..., data_bytes], scales [..., scale_bytes]), both uint8."""
-    groups = values.reshape(*values.shape[:-1], -1, fmt.elements_per_sf)  # [..., num_sf, elements_per_sf]
+    groups = values.reshape(*values.shape[:-1], fmt.num_sf, fmt.elements_per_sf)
     amax = groups.abs().amax(dim=-1)
-    codes, scales = _GROUP_ENCODERS[fmt.element, fmt.scale](groups, amax, e4m3_max)
+    codes, scales = _GROUP_ENCODERS[fmt.kind](groups, amax, e4m3_max)
     if marked is not None:
         codes = codes.masked_fill(marked[..., None], 0)
-        nan = math.nan if scales.dtype == torch.float32 else _NAN_SCALE[fmt.scale]
+        nan = math.nan if fmt.scale is FLOAT32 else 0xFF if fmt.scale is UE8M0 else 0x7F
         scales = scales.masked_fill(marked, nan)
     codes = codes.flatten(-2)
     if fmt.elements_per_byte == 2:
@@ -440,13 +439,12 @@ def _group_e4m3_float32(groups: Tensor, amax: Tensor, e4m3_max: int) -> tuple[Te
     return _encode_e4m3(groups / scale[..., None], float(e4m3_max)), scale
 
 
-_GROUP_ENCODERS: dict[tuple[NumberFormat, NumberFormat | None], _GroupEncoder] = {
-    (E4M3FN, UE8M0): _group_e4m3_ue8m0,
-    (E2M1, UE8M0): _group_e2m1_ue8m0,
-    (E2M1, E4M3FN): _group_e2m1_e4m3,
-    (E4M3FN, FLOAT32): _group_e4m3_float32,
+_GROUP_ENCODERS: dict[str, _GroupEncoder] = {
+    "e4m3fn+ue8m0": _group_e4m3_ue8m0,
+    "e2m1+ue8m0": _group_e2m1_ue8m0,
+    "e2m1+e4m3fn": _group_e2m1_e4m3,
+    "e4m3fn+float32": _group_e4m3_float32,
 }
-_NAN_SCALE: dict[NumberFormat | None, int] = {UE8M0: 0xFF, E4M3FN: 0x7F}
 
 
 def decode(
@@ -496,7 +494,7 @@ def _dequantize(data: Tensor, scales: Tensor, fmt: RecordFormat, nan: str, dtype
         values = data.contiguous().view(torch.bfloat16)
         return (values if nan == "ideal" else _zero_nan(values, values)).to(dtype)
     if fmt.scale is FLOAT32:
-        values = _lookup(data, _code_table(data.device)).reshape(*data.shape[:-1], fmt.num_sf, -1)
+        values = _lookup(data, _code_table(data.device)).reshape(*data.shape[:-1], fmt.num_sf, fmt.elements_per_sf)
         scale = scales.contiguous().view(torch.float32)[..., None]
         if nan == "zero":
             values = _zero_nan(values, values)
@@ -510,7 +508,8 @@ def _dequantize(data: Tensor, scales: Tensor, fmt: RecordFormat, nan: str, dtype
     values = table.index_select(0, index.reshape(-1))
     if table.dim() == 1 and table.dtype != dtype:
         values = values.view(dtype)
-    return values.reshape(*data.shape[:-1], fmt.elements)
+    result: Tensor = values.reshape(*data.shape[:-1], fmt.elements)
+    return result
 
 
 def _zero_nan(values: Tensor, sign: Tensor) -> Tensor:
@@ -519,7 +518,8 @@ def _zero_nan(values: Tensor, sign: Tensor) -> Tensor:
 
 
 def _lookup(codes: Tensor, table: Tensor) -> Tensor:
-    return table.index_select(0, codes.reshape(-1).to(torch.int32)).reshape(codes.shape)
+    values: Tensor = table.index_select(0, codes.reshape(-1).to(torch.int32)).reshape(codes.shape)
+    return values
 
 
 # Tables by their arguments, built at first use. A dict and not functools.cache: torch.compile traces through a cached
