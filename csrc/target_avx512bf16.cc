@@ -12,7 +12,7 @@ namespace {
 #include "decode_f32.inc"
 #include "vector_avx512.inc"
 #include "decode_avx512.inc"
-#include "attention_f32.inc"
+#include "attention_bf16.inc"
 #include "attention.inc"
 #include "merge_partials.inc"
 #include "operators.inc"
