@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two-level selection: the blocks of compressed entries that later layers may choose from.
 
-One layer scores everything and keeps its best blocks; the layers after it score only those. Their logits are then *compact*:
-column c of a row is entry `blocks[c // block_size] * block_size + c % block_size`. Only the last block of a row can be partial, it
-is always kept and comes last in ascending order, so compact columns have no gaps and one length per row describes them.
+One layer scores everything and keeps its best blocks; the layers after it score only those. Their logits are then
+*compact*: column c of a row is entry `blocks[c // block_size] * block_size + c % block_size`. Only the last block of
+a row can be partial, it is always kept and comes last in ascending order, so compact columns have no gaps and one
+length per row describes them.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 
 from ..dispatch import EXACT, Limits, Op, opaque
-from ..errors import ShapeError
+from ..errors import ArgumentError
 from .topk import LOGIT_DTYPES, ON_NAN, check_bounds, check_k, raise_nan, select_largest
 from .validation import choice, same_device, tensor
 
 __all__ = [
     "BLOCK_SIZES",
     "CANDIDATE_BLOCKS",
-    "CandidateBlocksCall",
     "DEFAULT_TOPK_BLOCKS",
+    "CandidateBlocksCall",
     "candidate_blocks",
     "candidate_lengths",
     "candidate_mask",
@@ -106,15 +107,15 @@ def candidate_blocks(
         on_nan: a NaN among the valid logits is an error ("raise"), or counts as -inf ("last").
         backend: "auto", or a name listed by `sparse-mla info`. Default SPARSE_MLA_BACKEND.
     Returns:
-        int32 [rows, min(topk_blocks, ceil(n / block_size))] block ids, ascending, -1 where the row has fewer blocks. All valid
-        blocks are returned when they are few enough, whatever their scores.
+        int32 [rows, min(topk_blocks, ceil(n / block_size))] block ids, ascending, -1 where the row has fewer blocks.
+        All valid blocks are returned when they are few enough, whatever their scores.
     Raises:
         ShapeError, DTypeError, ArgumentError: an argument is wrong; the message names it.
         SlotRangeError: a length outside [0, n].
         NonFiniteError: a NaN under on_nan="raise".
         UnsupportedError: no backend accepts the call; lists each backend's reasons.
     Numerics: exact. +inf logits count as the largest finite bfloat16, so the last block stays in front of them.
-    Source: DeepInfer's candidate selection of V4.1; the consumer side is `index_logits(candidates=...)` or `candidate_mask`.
+    Source: DeepInfer's candidate selection of V4.1. Consumers use `index_logits(candidates=...)` or `candidate_mask`.
     """
     call = CandidateBlocksCall.check(logits, lengths, block_size=block_size, topk_blocks=topk_blocks, on_nan=on_nan)
     result: torch.Tensor = CANDIDATE_BLOCKS.run(call, backend)
@@ -132,8 +133,8 @@ def candidate_lengths(blocks: torch.Tensor, lengths: torch.Tensor, block_size: i
 
 
 def candidate_mask(blocks: torch.Tensor, n: int, block_size: int = 8) -> torch.Tensor:
-    """bool [rows, n]: True for the columns inside a row's candidate blocks. `logits.masked_fill(~mask, -inf)` followed by `topk`
-    selects what the compact form selects."""
+    """bool [rows, n]: True for the columns inside a row's candidate blocks. `topk` over `logits.masked_fill(~mask,
+    -inf)` selects what the compact form selects."""
     _check_blocks("candidate_mask", blocks, block_size)
     num_blocks = -(-n // block_size)
     outside = (blocks < 0) | (blocks >= num_blocks)
@@ -145,7 +146,8 @@ def candidate_mask(blocks: torch.Tensor, n: int, block_size: int = 8) -> torch.T
 
 
 def compact_to_dense(columns: torch.Tensor, blocks: torch.Tensor, block_size: int = 8) -> torch.Tensor:
-    """int32 [rows, k]: the entries that compact columns stand for; -1 for a column that is -1, past the list, or in no block."""
+    """int32 [rows, k]: the entries that compact columns stand for; -1 for a column that is -1, past the list or in no
+    block."""
     _check_blocks("compact_to_dense", blocks, block_size, columns=columns)
     capacity = blocks.shape[1] * block_size
     if capacity == 0:
@@ -158,7 +160,8 @@ def compact_to_dense(columns: torch.Tensor, blocks: torch.Tensor, block_size: in
 
 
 def dense_to_compact(entries: torch.Tensor, blocks: torch.Tensor, block_size: int = 8) -> torch.Tensor:
-    """int32 [rows, k]: the compact column of each entry; -1 for an entry that is -1 or outside the row's candidate blocks."""
+    """int32 [rows, k]: the compact column of each entry; -1 for one that is -1 or outside the row's candidate
+    blocks."""
     _check_blocks("dense_to_compact", blocks, block_size, entries=entries)
     if blocks.shape[1] == 0:
         return torch.full_like(entries, -1, dtype=torch.int32)
@@ -180,7 +183,7 @@ def _check_blocks(op: str, blocks: torch.Tensor, block_size: int, **others: torc
 
 
 def check_candidates(op: str, blocks: torch.Tensor) -> None:
-    """Raise ShapeError unless every row of `blocks` is strictly increasing ids, then only -1: what makes columns gap-free."""
+    """Raise ArgumentError unless every row of `blocks` is strictly increasing ids, then only -1."""
     if blocks.numel() == 0:
         return
     following, before = blocks[:, 1:], blocks[:, :-1]
@@ -189,7 +192,7 @@ def check_candidates(op: str, blocks: torch.Tensor) -> None:
     bad |= blocks < -1
     if bool(bad.any()):
         row, column = bad.nonzero()[0].tolist()
-        raise ShapeError(
+        raise ArgumentError(
             f"{op}: candidates.blocks must be strictly increasing ids and then only -1 in every row, "
             f"got {int(blocks[row, column])} at [{row}, {column}]."
         )

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deterministic top-k over index logits: higher value first, then lower index.
 
-ReLU scores have a wide plateau of exact zeros and bfloat16 makes ties everywhere, so which of several equal columns is taken
-decides what a model sees. Here it is a rule, not an order of arrival: the result is a function of the row's values alone.
-`select_largest` is that rule for one row; `index_topk` merges tiles with the same function, which is why both agree bit for bit.
+ReLU scores have a wide plateau of exact zeros and bfloat16 makes ties everywhere, so which of several equal columns
+is taken decides what a model sees. Here it is a rule, not an order of arrival: the result is a function of the row's
+values alone. `select_largest` is that rule for one row; `index_topk` merges tiles with the same function, which is
+why both agree bit for bit.
 """
 
 from __future__ import annotations
@@ -112,14 +113,15 @@ def topk(
         logits: [rows, n] bfloat16, float32 or float64, any row stride. +inf is an ordinary value, -0.0 equals 0.0.
         k: picks per row, any k >= 1; larger than n is allowed.
         end: [rows] int32 or None (n). Columns at or past it are never read as candidates.
-        begin: [rows] int32 or None (0). Columns before it are never candidates; the indices returned still count from 0.
+        begin: [rows] int32 or None (0). Columns before it are never candidates; the indices returned still count from
+            0.
         on_nan: a NaN inside [begin, end) is an error ("raise"), or orders below -inf and is never selected ("last").
-        on_neg_inf: -inf is the mark of a masked column (what `index_logits` writes past the context and a candidate mask
-            writes outside the candidates) and is never selected ("skip"), or is the lowest legal value ("last").
+        on_neg_inf: -inf is the mark of a masked column (what `index_logits` writes past the context and a candidate
+            mask writes outside the candidates) and is never selected ("skip"), or is the lowest legal value ("last").
         backend: "auto", or a name listed by `sparse-mla info`. Default SPARSE_MLA_BACKEND.
     Returns:
-        int32 [rows, k], ascending by index, -1 in the places that no candidate fills. With at most k candidates in a row, all
-        of them are returned.
+        int32 [rows, k], ascending by index, -1 in the places that no candidate fills. With at most k candidates in a
+        row, all of them are returned.
     Raises:
         ShapeError, DTypeError, ArgumentError: an argument is wrong; the message names it.
         SlotRangeError: begin or end outside [0, n].
@@ -145,7 +147,8 @@ def selected_values(logits: torch.Tensor, indices: torch.Tensor, fill: float = f
 
 
 def select_largest(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Positions (int64, ascending) of the k largest of `values` [n] without NaN; among equals the lower position wins."""
+    """Positions (int64, ascending) of the k largest of `values` [n] without NaN; among equals the lower position
+    wins."""
     n = values.numel()
     if n <= k:
         return torch.arange(n, device=values.device)
@@ -170,7 +173,7 @@ def raise_nan(op: str, values: torch.Tensor, row: int, columns: int | torch.Tens
         place = int(bad.nonzero()[0, 0])
         column = int(columns[place]) if isinstance(columns, torch.Tensor) else columns + place
         raise NonFiniteError(
-            f"{op}: {subject} must not be NaN, got NaN at row {row}, column {column}; on_nan='last' never selects such columns."
+            f"{op}: {subject} must not be NaN, got NaN at row {row}, column {column}; on_nan='last' never selects it."
         )
 
 
