@@ -26,7 +26,7 @@ from torch import Tensor
 
 from . import config
 from .errors import ArgumentError, DTypeError, FormatError, ShapeError, SlotRangeError
-from .formats import BF16, E4M3_CAPS, RecordFormat, by_name, by_record_bytes, check_e4m3_max, decode
+from .formats import BF16, E4M3_CAPS, FORMATS, RecordFormat, by_name, by_record_bytes, check_e4m3_max, decode
 
 __all__ = [
     "LAYOUTS",
@@ -132,6 +132,35 @@ class PagedCache:
             f"PagedCache({self.format}, {self.num_blocks} blocks of {self.page_size}, "
             f"{'sectioned' if self.is_sectioned else 'interleaved'}, block stride {self.block_stride_bytes} B, "
             f"offset {self.region_offset} B, {self.data.device})"
+        )
+
+    @classmethod
+    def of(
+        cls, cache: PagedCache | Tensor, *, index: bool = False, op: str = "PagedCache", argument: str = "cache"
+    ) -> PagedCache:
+        """A `PagedCache` as it is; a bare tensor as `as_paged_cache` reads it."""
+        return as_paged_cache(cache, index=index, op=op, argument=argument)
+
+    @property
+    def geometry(self) -> tuple[int, ...]:
+        """All but the tensor, as the integers that cross into an opaque operator: format number, page size, layout number,
+        e4m3 cap, region offset, block stride or -1."""
+        stride = -1 if self.block_stride is None else self.block_stride
+        number = list(FORMATS).index(self.format.name)
+        return (number, self.page_size, LAYOUTS.index(self.layout), self.e4m3_max, self.region_offset, stride)
+
+    @classmethod
+    def from_geometry(cls, data: Tensor, geometry: Sequence[int]) -> PagedCache:
+        """The cache whose `geometry` that is, over `data`."""
+        number, page_size, layout, e4m3_max, region_offset, stride = geometry
+        return cls(
+            data,
+            tuple(FORMATS.values())[number],
+            page_size,
+            layout=LAYOUTS[layout],
+            e4m3_max=e4m3_max,
+            region_offset=region_offset,
+            block_stride=None if stride < 0 else stride,
         )
 
     @property
