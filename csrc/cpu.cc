@@ -7,7 +7,11 @@ namespace sparse_mla {
 
 namespace {
 
-#if defined(__x86_64__)
+#if defined(SPARSE_MLA_EMULATED_AVX512)
+
+const char* missing_feature(TargetId) { return nullptr; }  // the test build computes every intrinsic in plain code
+
+#elif defined(__x86_64__)
 
 // __builtin_cpu_supports asks cpuid and, for every wide set, xgetbv: a set whose registers the kernel does not save reads as
 // absent.

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stands in for the compiler's <immintrin.h> in a test build: every intrinsic of the x86 targets in plain code, by SIMDe
+// (package libsimde-dev), so that the AVX-512 sources run, slowly, on a machine without AVX-512. Intrinsics that SIMDe lacks follow
+// the pseudocode of the instruction set reference.
+#pragma once
+
+#define SIMDE_NO_NATIVE
+#define SIMDE_ENABLE_NATIVE_ALIASES
+#include <simde/x86/avx512.h>
+#include <simde/x86/avx2.h>
+#include <simde/x86/f16c.h>
+#include <simde/x86/fma.h>
+
+#define _MM_FROUND_NO_EXC SIMDE_MM_FROUND_NO_EXC
+#define _MM_FROUND_TO_NEAREST_INT SIMDE_MM_FROUND_TO_NEAREST_INT
+
+namespace emulated {
+
+template <typename T, int N>
+struct Lanes {
+    T at[N];
+};
+
+template <typename T, int N, typename V>
+inline Lanes<T, N> lanes(const V& v) {
+    static_assert(sizeof(V) >= sizeof(T) * N);
+    Lanes<T, N> out;
+    __builtin_memcpy(out.at, &v, sizeof out.at);
+    return out;
+}
+
+template <typename V, typename T, int N>
+inline V vector(const Lanes<T, N>& in) {
+    V out{};
+    static_assert(sizeof(V) == sizeof in.at);
+    __builtin_memcpy(&out, in.at, sizeof out);
+    return out;
+}
+
+// Lane-wise conversion of N lanes.
+template <typename To, typename From, int N, typename V, typename W>
+inline V convert(const W& w) {
+    const auto in = lanes<From, N>(w);
+    Lanes<To, N> out;
+    for (int i = 0; i < N; ++i) out.at[i] = To(in.at[i]);
+    return vector<V>(out);
+}
+
+}  // namespace emulated
+
+#define _mm512_cvtepi8_epi32(a) emulated::convert<int32_t, int8_t, 16, simde__m512i>(a)
+#define _mm512_cvtepu8_epi32(a) emulated::convert<int32_t, uint8_t, 16, simde__m512i>(a)
+#define _mm512_cvtepu16_epi32(a) emulated::convert<int32_t, uint16_t, 16, simde__m512i>(a)
+#define _mm512_cvtepi32_epi16(a) emulated::convert<int16_t, int32_t, 16, simde__m256i>(a)
+#define _mm512_cmpneq_epi32_mask(a, b) simde__mmask16(~simde_mm512_cmpeq_epi32_mask(a, b))
+using __mmask32 = uint32_t;
+using __mmask64 = uint64_t;
+
+inline simde__m512i _mm512_cvtps_epi32(simde__m512 a) {
+    const auto in = emulated::lanes<float, 16>(a);
+    emulated::Lanes<int32_t, 16> out;
+    for (int i = 0; i < 16; ++i) {
+        const float r = __builtin_nearbyintf(in.at[i]);
+        out.at[i] = r >= -2147483648.0f && r < 2147483648.0f ? int32_t(r) : INT32_MIN;
+    }
+    return emulated::vector<simde__m512i>(out);
+}
+
+inline simde__m512 _mm512_shuffle_f32x4(simde__m512 a, simde__m512 b, int imm) {
+    const auto x = emulated::lanes<float, 16>(a), y = emulated::lanes<float, 16>(b);
+    emulated::Lanes<float, 16> out;
+    for (int group = 0; group < 4; ++group)
+        for (int i = 0; i < 4; ++i) out.at[4 * group + i] = (group < 2 ? x : y).at[4 * ((imm >> (2 * group)) & 3) + i];
+    return emulated::vector<simde__m512>(out);
+}
