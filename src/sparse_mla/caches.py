@@ -232,8 +232,6 @@ def _check_geometry(
     """(num_blocks, block stride in bytes) of a cache tensor; errors say what is wrong with it."""
     if not isinstance(data, Tensor):
         raise DTypeError(f"PagedCache: data must be a tensor, got {type(data).__name__}.")
-    if page_size < 1:
-        raise ArgumentError(f"PagedCache: page_size must be at least 1, got {page_size}.")
     dtype, rank = data.dtype, data.dim()
     item = 1
     if dtype == torch.bfloat16 and fmt is BF16 and rank >= 3:

@@ -311,13 +311,17 @@ def by_record_bytes(
             f"{op}: {argument} must name its format, got only a width of {width} bytes; it may be {names}."
         )
     accepted = ", ".join(f"{fmt.record_bytes} ({fmt.name})" for fmt in candidates)
-    other = [fmt for fmt in FORMATS.values() if fmt.record_bytes == width]
-    looks_like = _LOOKS_LIKE.get(width, "")
-    if other:
-        names = " or ".join(fmt.name for fmt in other)
-        looks_like = f"an {'index' if other[0].is_index else 'attention'} record ({names})"
+    looks_like = width_hint(width)
     hint = f"; {width} is {looks_like}" if looks_like else ""
     raise FormatError(f"{op}: {argument} must have records of {accepted} bytes, got {width}{hint}.")
+
+
+def width_hint(width: int) -> str:
+    """What a record width looks like, for the end of an error; empty when it looks like nothing known."""
+    same = [fmt for fmt in FORMATS.values() if fmt.record_bytes == width]
+    if same:
+        return f"an {'index' if same[0].is_index else 'attention'} record ({' or '.join(fmt.name for fmt in same)})"
+    return _LOOKS_LIKE.get(width, "")
 
 
 def check_e4m3_max(e4m3_max: int | float, op: str) -> None:
@@ -413,7 +417,8 @@ def _quantize(values: Tensor, fmt: RecordFormat, e4m3_max: int, marked: Tensor |
     codes = codes.flatten(-2)
     if fmt.elements_per_byte == 2:
         codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
-    return codes, scales.contiguous().view(torch.uint8)
+    # An empty tensor may have any strides, which a dtype view of its last dimension refuses.
+    return codes, scales.reshape(-1).view(torch.uint8).reshape(*scales.shape[:-1], fmt.scale_bytes)
 
 
 def _group_e4m3_ue8m0(groups: Tensor, amax: Tensor, e4m3_max: int) -> tuple[Tensor, Tensor]:
