@@ -26,7 +26,17 @@ from torch import Tensor
 
 from . import config
 from .errors import ArgumentError, DTypeError, FormatError, ShapeError, SlotRangeError
-from .formats import BF16, E4M3_CAPS, FORMATS, RecordFormat, by_name, by_record_bytes, check_e4m3_max, decode
+from .formats import (
+    BF16,
+    E4M3_CAPS,
+    FORMATS,
+    RecordFormat,
+    by_name,
+    by_record_bytes,
+    check_e4m3_max,
+    decode,
+    width_hint,
+)
 
 __all__ = [
     "LAYOUTS",
@@ -36,7 +46,6 @@ __all__ = [
     "Region",
     "align",
     "allocate",
-    "as_paged_cache",
     "block_stride_alignment",
     "blocks_to_slots",
     "carve_regions",
@@ -54,6 +63,7 @@ MAX_SLOTS = 1 << 31  # slots are int32
 REGION_ALIGN_BYTES = 32  # regions of a pool start on it, and blocks of one cache are a multiple of it
 POOL_ALIGN_BYTES = 128  # whole pool blocks are a multiple of it; sparse paged scoring on GPUs asks for it
 _BYTE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+_NUMBERED_FORMATS = tuple(FORMATS.values())
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16))
 
 
@@ -136,31 +146,77 @@ class PagedCache:
 
     @classmethod
     def of(
-        cls, cache: PagedCache | Tensor, *, index: bool = False, op: str = "PagedCache", argument: str = "cache"
+        cls,
+        cache: PagedCache | Tensor,
+        *,
+        index: bool = False,
+        layout: str | None = None,
+        e4m3_max: int | None = None,
+        op: str = "PagedCache",
+        argument: str = "data",
     ) -> PagedCache:
-        """A `PagedCache` as it is; a bare tensor as `as_paged_cache` reads it."""
-        return as_paged_cache(cache, index=index, op=op, argument=argument)
+        """A `PagedCache` as it is; a bare tensor by its width, which says nothing about its layout.
+
+        Args:
+            cache: a `PagedCache`, or bytes [num_blocks, page_size, 1, record_bytes] (the 1 may be absent), or bfloat16
+                [num_blocks, page_size, 1, 512].
+            index: whether an index cache is expected; decides which widths are accepted.
+            layout, e4m3_max: of a bare tensor; None asks SPARSE_MLA_LAYOUT and SPARSE_MLA_E4M3_MAX.
+            op, argument: how errors name the caller's argument.
+        """
+        if isinstance(cache, PagedCache):
+            return cache
+        if not isinstance(cache, Tensor):
+            raise DTypeError(f"{op}: {argument} must be a PagedCache or a tensor, got {type(cache).__name__}.")
+        if cache.dtype not in _BYTE_DTYPES and (index or cache.dtype != torch.bfloat16):
+            raise DTypeError(
+                f"{op}: {argument} must be uint8, int8 or float8_e4m3fn bytes{'' if index else ' or bfloat16'}, "
+                f"got {_name(cache.dtype)}."
+            )
+        if cache.dim() not in (3, 4):
+            raise ShapeError(
+                f"{op}: {argument} must be [num_blocks, page_size, 1, record_bytes], got {list(cache.shape)}; "
+                f"a pool needs a PagedCache."
+            )
+        if cache.dtype == torch.bfloat16:
+            fmt = BF16
+            if cache.shape[-1] != fmt.elements:
+                raise ShapeError(
+                    f"{op}: {argument} must be [num_blocks, page_size, 1, {fmt.elements}] as bfloat16, "
+                    f"got {list(cache.shape)}."
+                )
+        else:
+            fmt = by_record_bytes(cache.shape[-1], index=index, op=op, argument=argument)
+        if layout is None or e4m3_max is None:
+            configured = _configured_layout()
+            layout = configured[0] if layout is None else layout
+            e4m3_max = configured[1] if e4m3_max is None else e4m3_max
+        return cls(cache, fmt, cache.shape[1], layout=layout, e4m3_max=e4m3_max)
 
     @property
     def geometry(self) -> tuple[int, ...]:
-        """All but the tensor, as the integers that cross into an opaque operator: format number, page size, layout number,
-        e4m3 cap, region offset, block stride or -1."""
-        stride = -1 if self.block_stride is None else self.block_stride
-        number = list(FORMATS).index(self.format.name)
-        return (number, self.page_size, LAYOUTS.index(self.layout), self.e4m3_max, self.region_offset, stride)
+        """All but the tensor as integers, for opaque operators, whose schema has no room for objects."""
+        return (
+            _format_number(self.format),
+            self.page_size,
+            LAYOUTS.index(self.layout),
+            self.e4m3_max,
+            self.region_offset,
+            -1 if self.block_stride is None else self.block_stride,
+        )
 
     @classmethod
     def from_geometry(cls, data: Tensor, geometry: Sequence[int]) -> PagedCache:
         """The cache whose `geometry` that is, over `data`."""
-        number, page_size, layout, e4m3_max, region_offset, stride = geometry
+        number, page_size, layout, e4m3_max, region_offset, block_stride = geometry
         return cls(
             data,
-            tuple(FORMATS.values())[number],
+            _NUMBERED_FORMATS[number],
             page_size,
             layout=LAYOUTS[layout],
             e4m3_max=e4m3_max,
             region_offset=region_offset,
-            block_stride=None if stride < 0 else stride,
+            block_stride=None if block_stride < 0 else block_stride,
         )
 
     @property
@@ -229,46 +285,54 @@ class PagedCache:
 def _check_geometry(
     data: Tensor, fmt: RecordFormat, page_size: int, region_offset: int, block_stride: int | None
 ) -> tuple[int, int]:
-    """(num_blocks, block stride in bytes) of a cache tensor; errors say what is wrong with it."""
+    """(num_blocks, block stride in bytes) of a cache tensor; errors say what is wrong with it.
+
+    This is on the path of every call, so the common case, bytes [num_blocks, page_size, 1, record_bytes], comes first
+    and asks the tensor for each fact once.
+    """
     if not isinstance(data, Tensor):
         raise DTypeError(f"PagedCache: data must be a tensor, got {type(data).__name__}.")
-    dtype, rank = data.dtype, data.dim()
-    item = 1
-    if dtype == torch.bfloat16 and fmt is BF16 and rank >= 3:
-        item = 2
-        if data.requires_grad:
-            raise DTypeError("PagedCache: data must not require grad, got a tensor that does; caches have no backward.")
-    elif dtype not in _BYTE_DTYPES:
-        also = " (or bfloat16 [num_blocks, page_size, 1, 512])" if fmt is BF16 else ""
-        raise DTypeError(f"PagedCache: data must be uint8, int8 or float8_e4m3fn bytes{also}, got {_name(dtype)}.")
-    record, page_bytes = fmt.record_bytes, page_size * fmt.record_bytes
-    shape = data.shape
+    if page_size < 1:
+        raise ArgumentError(f"PagedCache: page_size must be at least 1, got {page_size}.")
+    item = 1 if data.dtype is torch.uint8 else _check_dtype(data, fmt)
+    shape, strides = data.shape, data.stride()
+    rank = len(shape)
+    record = fmt.record_bytes
+    page_bytes = page_size * record
     if rank == 4 or rank == 3:
-        _check_paged(data, fmt, page_size, item)
+        width = record // item
+        if shape[-1] != width or shape[1] != page_size or (rank == 4 and shape[2] != 1):
+            _refuse_shape(shape, fmt, page_size, item)
+        if strides[-1] != 1 or (page_size > 1 and strides[1] != width):
+            raise ShapeError(
+                f"PagedCache: the records of a block must be contiguous, got strides {list(strides)} "
+                f"for shape {list(shape)}."
+            )
         if region_offset != 0:
             raise ArgumentError(
-                f"PagedCache: region_offset must be 0 for a {rank}-dimensional tensor, got {region_offset}; "
+                f"PagedCache: region_offset must be 0 for a tensor of {rank} dimensions, got {region_offset}; "
                 f"offsets belong to byte pools [num_blocks, block_bytes]."
             )
-        num_blocks, stride = shape[0], data.stride(0) * item
+        num_blocks, stride = shape[0], strides[0] * item
     elif rank == 2:
-        num_blocks, stride = shape[0], data.stride(0)
-        if data.stride(1) != 1:
-            raise ShapeError(f"PagedCache: bytes of a block must be contiguous, got stride(1) = {data.stride(1)}.")
+        num_blocks, stride = shape[0], strides[0]
+        if strides[1] != 1:
+            raise ShapeError(f"PagedCache: bytes of a block must be contiguous, got stride(1) = {strides[1]}.")
         if region_offset < 0 or region_offset + page_bytes > shape[1]:
             raise ShapeError(
-                f"PagedCache: a block of {shape[1]} bytes must hold {page_size} records of {record} bytes at "
-                f"region_offset {region_offset}, which end at {region_offset + page_bytes}."
+                f"PagedCache: blocks must hold {page_size} records of {record} bytes from region_offset "
+                f"{region_offset} on, up to byte {region_offset + page_bytes}, got blocks of {shape[1]} bytes."
             )
     elif rank == 1:
         stride = page_bytes if block_stride is None else block_stride
-        if shape[0] > 1 and data.stride(0) != 1:
-            raise ShapeError(f"PagedCache: a flat pool must be contiguous, got stride(0) = {data.stride(0)}.")
+        if shape[0] > 1 and strides[0] != 1:
+            raise ShapeError(f"PagedCache: a flat pool must be contiguous, got stride(0) = {strides[0]}.")
         if region_offset < 0 or stride < 1:
             raise ArgumentError(
                 f"PagedCache: region_offset must be >= 0 and block_stride positive, got {region_offset} and {stride}."
             )
-        num_blocks = max(0, (shape[0] - region_offset - page_bytes) // stride + 1)
+        room = shape[0] - region_offset - page_bytes
+        num_blocks = 0 if room < 0 else room // stride + 1
     else:
         raise ShapeError(
             f"PagedCache: data must be [num_blocks, {page_size}, 1, {record // item}], a pool [num_blocks, bytes] "
@@ -294,71 +358,42 @@ def _check_geometry(
     return num_blocks, stride
 
 
-def _check_paged(data: Tensor, fmt: RecordFormat, page_size: int, item: int) -> None:
-    """The checks of a [num_blocks, page_size, (1,) record] tensor."""
-    shape, strides = data.shape, data.stride()
+def _check_dtype(data: Tensor, fmt: RecordFormat) -> int:
+    """Bytes per element of a cache tensor that is not uint8."""
+    if data.dtype == torch.bfloat16 and fmt is BF16 and data.dim() >= 3:
+        if data.requires_grad:
+            raise DTypeError("PagedCache: data must not require grad, got a tensor that does; caches have no backward.")
+        return 2
+    if data.dtype not in _BYTE_DTYPES:
+        also = " (or bfloat16 [num_blocks, page_size, 1, 512])" if fmt is BF16 else ""
+        raise DTypeError(f"PagedCache: data must be uint8, int8 or float8_e4m3fn bytes{also}, got {_name(data.dtype)}.")
+    return 1
+
+
+def _refuse_shape(shape: Sequence[int], fmt: RecordFormat, page_size: int, item: int) -> None:
+    """Say what is wrong with the shape of a [num_blocks, page_size, (1,) record] tensor."""
     width = fmt.record_bytes // item
     if shape[-1] != width:
-        got = shape[-1] * item
-        known = _format_of_width(got)
-        hint = f"; that is a {known} cache" if known else f"; 512 is the head size, {fmt} records are bytes"
-        if not known and got != 512:
-            hint = ""
-        raise FormatError(f"PagedCache: records of {fmt} must be {fmt.record_bytes} bytes wide, got {got}{hint}.")
-    if shape[1] != page_size or (len(shape) == 4 and shape[2] != 1):
-        wanted = f"[num_blocks, {page_size}, 1, {width}]" if len(shape) == 4 else f"[num_blocks, {page_size}, {width}]"
-        raise ShapeError(f"PagedCache: data must be {wanted}, got {list(shape)}.")
-    if strides[-1] != 1 or (page_size > 1 and strides[1] != width):
-        raise ShapeError(
-            f"PagedCache: the records of a block must be contiguous, got strides {list(strides)} "
-            f"for shape {list(shape)}."
+        looks_like = width_hint(shape[-1] * item)
+        hint = f"; {shape[-1] * item} is {looks_like}" if looks_like else ""
+        raise FormatError(
+            f"PagedCache: data must have {fmt} records of {fmt.record_bytes} bytes, got {shape[-1] * item}{hint}."
         )
+    one = "1, " if len(shape) == 4 else ""
+    raise ShapeError(f"PagedCache: data must be [num_blocks, {page_size}, {one}{width}], got {list(shape)}.")
 
 
-def _format_of_width(width: int) -> str:
-    try:
-        return by_record_bytes(width).name
-    except FormatError:
-        return ""
+def _format_number(fmt: RecordFormat) -> int:
+    for number, known in enumerate(_NUMBERED_FORMATS):
+        if known is fmt:
+            return number
+    raise FormatError(f"PagedCache.geometry: format must be one of {', '.join(FORMATS)}, got {fmt}.")
 
 
-def as_paged_cache(
-    cache: PagedCache | Tensor, *, index: bool = False, op: str = "as_paged_cache", argument: str = "cache"
-) -> PagedCache:
-    """A `PagedCache` as it is; a bare tensor by its width, with layout and e4m3 cap from the configuration.
-
-    Args:
-        cache: a `PagedCache`, or bytes [num_blocks, page_size, 1, record_bytes] (the 1 may be absent), or bfloat16
-            [num_blocks, page_size, 1, 512].
-        index: whether an index cache is expected; decides which widths are accepted.
-        op, argument: how errors name the caller's argument.
-    """
-    if isinstance(cache, PagedCache):
-        return cache
-    if not isinstance(cache, Tensor):
-        raise DTypeError(f"{op}: {argument} must be a PagedCache or a tensor, got {type(cache).__name__}.")
-    if cache.dtype not in _BYTE_DTYPES and (index or cache.dtype != torch.bfloat16):
-        raise DTypeError(
-            f"{op}: {argument} must be uint8, int8 or float8_e4m3fn bytes{'' if index else ' or bfloat16'}, "
-            f"got {_name(cache.dtype)}."
-        )
-    if cache.dim() not in (3, 4):
-        raise ShapeError(
-            f"{op}: {argument} must be [num_blocks, page_size, 1, record_bytes], got {list(cache.shape)}; "
-            f"a pool needs a PagedCache."
-        )
-    if cache.dtype == torch.bfloat16:
-        fmt = BF16
-        if cache.shape[-1] != fmt.elements:
-            raise ShapeError(
-                f"{op}: {argument} must be [num_blocks, page_size, 1, {fmt.elements}] as bfloat16, "
-                f"got {list(cache.shape)}."
-            )
-    else:
-        fmt = by_record_bytes(cache.shape[-1], index=index, op=op, argument=argument)
-    return PagedCache(
-        cache, fmt, cache.shape[1], layout=config.get("SPARSE_MLA_LAYOUT"), e4m3_max=config.get("SPARSE_MLA_E4M3_MAX")
-    )
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _configured_layout() -> tuple[str, int]:
+    """(layout, e4m3 cap) of caches that come as bare tensors; a compiled graph keeps what it was traced with."""
+    return config.get("SPARSE_MLA_LAYOUT"), config.get("SPARSE_MLA_E4M3_MAX")
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -366,7 +401,7 @@ class KVScope:
     """One cache and the slots of it that each query attends to.
 
     Args:
-        cache: a `PagedCache`, or a bare tensor whose format is told by its width (see `as_paged_cache`).
+        cache: a `PagedCache`, or a bare tensor whose format is told by its width (see `PagedCache.of`).
         indices: [b, s_q, topk] int32 slots; -1 means empty.
         topk_length: [b] int32 or None; columns from it on are ignored.
     """
@@ -377,7 +412,7 @@ class KVScope:
 
     def __init__(self, cache: PagedCache | Tensor, indices: Tensor, topk_length: Tensor | None = None) -> None:
         put = object.__setattr__
-        put(self, "cache", cache if isinstance(cache, PagedCache) else as_paged_cache(cache, op="KVScope"))
+        put(self, "cache", PagedCache.of(cache, op="KVScope", argument="cache"))
         put(self, "indices", indices)
         put(self, "topk_length", topk_length)
 
@@ -483,8 +518,8 @@ def scatter_records(cache: PagedCache, slots: Tensor, records: Tensor, *, op: st
         SlotRangeError: any other slot outside the cache; nothing has been written then.
     """
     if not isinstance(slots, Tensor) or slots.dim() != 1:
-        got = list(slots.shape) if isinstance(slots, Tensor) else type(slots).__name__
-        raise ShapeError(f"{op}: slots must be [n], got {got}.")
+        shape = list(slots.shape) if isinstance(slots, Tensor) else type(slots).__name__
+        raise ShapeError(f"{op}: slots must be [n], got {shape}.")
     if not isinstance(records, Tensor) or records.dtype not in _BYTE_DTYPES:
         got = _name(records.dtype) if isinstance(records, Tensor) else type(records).__name__
         raise DTypeError(f"{op}: records must be uint8, int8 or float8_e4m3fn bytes, got {got}.")
