@@ -44,13 +44,14 @@ struct IndexParams {
     int64_t blocks_stride, num_blocks;
     int64_t block_size;
     bool blocks_from_row;   // block 0 begins at the row's first key, not at key 0 of the array
-    int64_t width;          // columns a row may have
+    int64_t width;          // keys a row may have
     bool score_float;       // scores are rounded to float, else to bfloat16
     Plan plan;              // scratch_bytes is filled by the operator
 };
 
 struct IndexLogitsParams : IndexParams {
-    void* out;  // [rows, width] of the score type
+    void* out;           // [rows, columns] of the score type
+    int64_t columns;     // width, or num_blocks * block_size
     int64_t out_stride;  // elements
 };
 

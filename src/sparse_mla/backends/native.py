@@ -1,8 +1,285 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native backend."""
+"""The native backend: C++ on CPU tensors, threads as torch has them, the machine's best CPU target or the one named.
+
+Loaded when first asked. torch is imported before the extension on purpose: both then share torch's OpenMP runtime; a
+second one would spin against the first. The extension takes addresses, strides and sizes as integers. Everything was
+validated by the call records; what needs the values (slots, lengths) the core checks before anything is written.
+
+After os.fork() a child runs on one thread: the OpenMP pool does not survive the fork.
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from .. import config
+from ..caches import PagedCache
+from ..dispatch import WITHIN_2X_BF16, Limits, opaque
+from ..errors import ArgumentError, BackendUnavailableError, SparseMlaError
+from ..formats import FORMATS
+from ..ops.merge_partials import MERGE_PARTIALS, MergePartialsCall, fake_merge
+from ..ops.merge_partials import SCHEMA as MERGE_SCHEMA
+from ..ops.sparse_decode import SCHEMA as DECODE_SCHEMA
+from ..ops.sparse_decode import SPARSE_DECODE, SparseDecodeCall, check_slots, fake_attention
+from ..ops.sparse_prefill import SCHEMA as PREFILL_SCHEMA
+from ..ops.sparse_prefill import SPARSE_PREFILL, SparsePrefillCall, check_lengths, fake_prefill
+
+try:
+    from .. import _native
+except ImportError as error:  # a checkout without a compiler, or an extension built for another Python
+    _native = None
+    _WHY_ABSENT = f"the extension sparse_mla._native was not built ({error}); a C++20 compiler and CMake build it"
+
+__all__ = ["KINDS", "cpu_target", "presence", "targets"]
+
 
 def presence() -> str:
-    return "it is not part of this version"
+    """ "" when native calls can run here, else why not."""
+    if _native is None:
+        return _WHY_ABSENT
+    try:
+        cpu_target()
+    except SparseMlaError as error:
+        return str(error)
+    return ""
+
+
+def targets() -> list[tuple[str, str]]:
+    """(name, why it cannot run on this machine or "") of every CPU target, best first."""
+    if _native is None:
+        raise BackendUnavailableError(f"native: {_WHY_ABSENT}.")
+    return list(_native.targets())
+
+
+@lru_cache(maxsize=8)
+def _target_number(name: str) -> int:
+    found = targets()
+    for number, (each, absence) in enumerate(found):
+        if each == name and absence:
+            raise BackendUnavailableError(f"native: SPARSE_MLA_CPU_TARGET is {name}, but {absence}.")
+        if each == name or (not name and not absence):
+            return number
+    raise ArgumentError(
+        f"native: SPARSE_MLA_CPU_TARGET must be one of {', '.join(each for each, _ in found)}, got {name!r}."
+    )
+
+
+def cpu_target() -> str:
+    """The CPU target calls use now: the best present, or the one SPARSE_MLA_CPU_TARGET names."""
+    return targets()[_target_number(config.get("SPARSE_MLA_CPU_TARGET"))][0]
+
+
+def _plan() -> tuple[int, int]:
+    """(target, threads) of a call made now."""
+    return _target_number(config.get("SPARSE_MLA_CPU_TARGET")), torch.get_num_threads()
+
+
+# Numbers of the record formats in csrc/formats.h, which lists them in the same order; a test compares names and sizes.
+KINDS = {name: number for number, name in enumerate(FORMATS)}
+
+
+@lru_cache(maxsize=1024)
+def _page_layout(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, geometry: tuple[int, ...]
+) -> tuple[int, tuple[int, ...]]:
+    """What the core needs to know of a cache besides its address: (bytes from the tensor's start to the first page,
+    (kind, page_size, block_stride, data_step, scale_base, scale_step, num_slots)). A cache keeps its shape for life."""
+    like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    cache = PagedCache.from_geometry(like, list(geometry))
+    fmt = cache.format
+    if cache.is_sectioned:
+        steps = (fmt.data_bytes, cache.page_size * fmt.data_bytes, fmt.scale_bytes)
+    else:
+        steps = (fmt.record_bytes, fmt.data_bytes, fmt.record_bytes)
+    offset = cache.region_offset
+    return offset, (KINDS[fmt.name], cache.page_size, cache.block_stride_bytes, *steps, cache.num_slots)
+
+
+def _scope(
+    cache: torch.Tensor, indices: torch.Tensor, length: torch.Tensor | None, geometry: list[int]
+) -> tuple[int, ...]:
+    offset, layout = _page_layout(tuple(cache.shape), cache.stride(), cache.dtype, tuple(geometry))
+    stride_b, stride_s, _ = indices.stride()
+    topk = indices.shape[2]
+    address = cache.data_ptr() + offset
+    return (address, *layout, indices.data_ptr(), stride_b, stride_s, topk, 0 if length is None else length.data_ptr())
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself when its last dimension is contiguous, else a contiguous copy."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _sparse_decode(
+    q: torch.Tensor,
+    cache0: torch.Tensor,
+    indices0: torch.Tensor,
+    length0: torch.Tensor | None,
+    cache1: torch.Tensor | None,
+    indices1: torch.Tensor | None,
+    length1: torch.Tensor | None,
+    geometry: list[int],
+    softmax_scale: float,
+    attn_sink: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    memory_limit: int,
+    checks: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    b, s_q, h_q, d = q.shape
+    q, sink = _rows(q), _flat(attn_sink)
+    indices0, length0 = _rows(indices0), _flat(length0)
+    half = len(geometry) if cache1 is None else len(geometry) // 2
+    scope0 = _scope(cache0, indices0, length0, geometry[:half])
+    scope1 = None
+    if cache1 is not None and indices1 is not None:
+        indices1, length1 = _rows(indices1), _flat(length1)
+        scope1 = _scope(cache1, indices1, length1, geometry[half:])
+    out = torch.empty((b, s_q, h_q, d), dtype=out_dtype)
+    lse = torch.empty((b, s_q, h_q), dtype=torch.float32)
+    target, threads = _plan()
+    done = _native.attention(
+        target,
+        threads,
+        checks,
+        False,
+        q.data_ptr(),
+        *q.stride()[:3],
+        b,
+        s_q,
+        h_q,
+        scope0,
+        scope1,
+        softmax_scale,
+        _address(sink),
+        out.data_ptr(),
+        out_dtype == torch.float32,
+        lse.data_ptr(),
+        0,
+    )
+    if not done:
+        _raise_bad_slot(((cache0, indices0, length0), (cache1, indices1, length1)), geometry, half)
+    return out, lse
+
+
+def _raise_bad_slot(scopes: Any, geometry: list[int], half: int) -> None:
+    """The core found a slot or length out of range; the reference's own check words the error."""
+    for number, (cache, indices, length) in enumerate(scopes):
+        if cache is not None:
+            slots = PagedCache.from_geometry(cache, geometry[half * number : half * (number + 1)]).num_slots
+            check_slots("sparse_decode", f"scopes[{number}]", indices, slots, length)
+    raise SparseMlaError("sparse_decode: the native core refused a slot that the reference accepts; this is a bug.")
+
+
+def _sparse_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    topk_length: torch.Tensor | None,
+    softmax_scale: float,
+    attn_sink: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    memory_limit: int,
+    checks: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    s_q, h_q, d = q.shape
+    q, kv, indices, sink, length = _rows(q), _rows(kv), _rows(indices), _flat(attn_sink), _flat(topk_length)
+    if checks:
+        check_lengths("sparse_prefill", length)
+    # A gathered buffer is a cache of one-record pages whose block stride is the row stride.
+    row_bytes = kv.stride(0) * kv.element_size()
+    layout = (KINDS["BF16"], 1, row_bytes, row_bytes, 0, 0, kv.shape[0])
+    lists = (indices.data_ptr(), indices.stride(0), 0, indices.shape[2], _address(length))
+    out = torch.empty((s_q, h_q, d), dtype=out_dtype)
+    max_logits = torch.empty((s_q, h_q), dtype=torch.float32)
+    lse = torch.empty((s_q, h_q), dtype=torch.float32)
+    target, threads = _plan()
+    _native.attention(
+        target,
+        threads,
+        False,
+        True,
+        q.data_ptr(),
+        q.stride(0),
+        0,
+        q.stride(1),
+        s_q,
+        1,
+        h_q,
+        (kv.data_ptr(), *layout, *lists),
+        None,
+        softmax_scale,
+        _address(sink),
+        out.data_ptr(),
+        out_dtype == torch.float32,
+        lse.data_ptr(),
+        max_logits.data_ptr(),
+    )
+    return out, max_logits, lse
+
+
+def _merge_partials(
+    outs: list[torch.Tensor],
+    lses: list[torch.Tensor],
+    attn_sink: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    memory_limit: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    n, h, d = outs[0].shape
+    parts = [out.contiguous() for out in outs]
+    weights = [lse.contiguous() for lse in lses]
+    sink = _flat(attn_sink)
+    out = torch.empty((n, h, d), dtype=out_dtype)
+    lse = torch.empty((n, h), dtype=torch.float32)
+    target, threads = _plan()
+    _native.merge_partials(
+        target,
+        threads,
+        tuple(part.data_ptr() for part in parts),
+        parts[0].dtype == torch.float32,
+        tuple(weight.data_ptr() for weight in weights),
+        _address(sink),
+        h,
+        n * h,
+        d,
+        out.data_ptr(),
+        out_dtype == torch.float32,
+        lse.data_ptr(),
+    )
+    return out, lse
+
+
+def _register() -> None:
+    decode = opaque("sparse_decode", "native", DECODE_SCHEMA, _sparse_decode, fake_attention)
+    prefill = opaque("sparse_prefill", "native", PREFILL_SCHEMA, _sparse_prefill, fake_prefill)
+    merge = opaque("merge_partials", "native", MERGE_SCHEMA, _merge_partials, fake_merge)
+
+    @SPARSE_DECODE.impl("native", limits=Limits(), tolerance=WITHIN_2X_BF16)
+    def run_decode(call: SparseDecodeCall) -> Any:
+        return decode(*call.flat())
+
+    @SPARSE_PREFILL.impl("native", limits=Limits(), tolerance=WITHIN_2X_BF16)
+    def run_prefill(call: SparsePrefillCall) -> Any:
+        return prefill(*call.flat())
+
+    @MERGE_PARTIALS.impl("native", limits=Limits(), tolerance=WITHIN_2X_BF16, rule=_no_float64_parts)
+    def run_merge(call: MergePartialsCall) -> Any:
+        return merge(*call.flat())
+
+
+def _no_float64_parts(call: MergePartialsCall) -> list[str]:
+    return ["parts must be float32 or bfloat16, got float64"] if call.outs[0].dtype == torch.float64 else []
+
+
+if _native is not None:
+    _register()
