@@ -537,7 +537,8 @@ def scatter_records(cache: PagedCache, slots: Tensor, records: Tensor, *, op: st
     records = (records if records.dtype == torch.uint8 else records.view(torch.uint8))[kept]
     block, offset = slots_to_blocks(slots[kept], cache.page_size)
     for view, first in cache.parts():
-        source = records[:, first : first + view.shape[-1]].contiguous()
+        # A clone, since `contiguous` keeps the odd row stride of a single row, which no wider word can view.
+        source = records[:, first : first + view.shape[-1]].clone(memory_format=torch.contiguous_format)
         word = _widest_word(view)
         if word is not None:
             view, source = view.view(word), source.view(word)
