@@ -130,6 +130,10 @@ class NumberFormat:
 
     def decode(self, codes: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """Codes (any integer dtype, one per element) to values; NaN codes give NaN."""
+        if not self.values:
+            raise FormatError(
+                f"{self}.decode: the format must have at most 8 bits, got {self.bits}; use torch's dtype."
+            )
         table = torch.tensor(self.values, dtype=torch.float64).to(dtype).to(codes.device)
         return table.index_select(0, codes.reshape(-1).to(torch.int32)).reshape(codes.shape)
 
@@ -222,7 +226,7 @@ class RecordFormat:
             )
         if self.elements_per_sf * self.element.bits % 8:
             raise FormatError(
-                f"RecordFormat: a group must fill whole bytes, got {self.elements_per_sf} for {self.name}."
+                f"RecordFormat: elements_per_sf must fill whole bytes, got {self.elements_per_sf} for {self.name}."
             )
         num_sf = self.elements // self.elements_per_sf if self.scale else 0
         data_bytes = self.elements * self.element.bits // 8
@@ -393,7 +397,7 @@ def _admit(x: Tensor, fmt: RecordFormat, on_nonfinite: str | None, op: str) -> t
             where = bad.nonzero()
             position = where[0].tolist()
             raise NonFiniteError(
-                f"{op}: x must be finite, got {float(x[tuple(position)])} at {position} "
+                f"{op}: x must be finite, got {float(values[tuple(position)])} at {position} "
                 f"({where.shape[0]} such elements); on_nonfinite chooses another treatment."
             )
         return values, None
