@@ -46,6 +46,7 @@ class KVSequence:
         self.pool = pool
         self.slot = slot
         self.blocks: list[int] = []
+        self.reserved = 0  # blocks asked for at allocation, kept through rejections
         self.length = 0
         self.written = 0  # one past the highest position whose rings were ever written
         self.draft_written = 0  # the same for the draft layers' rings, which a draft block writes ahead
@@ -268,6 +269,7 @@ class KVPool:
         self._require_room("allocate", needed, slots=1)
         sequence = self._new_sequence()
         sequence.blocks = [self._take_block() for _ in range(needed)]
+        sequence.reserved = needed
         return sequence
 
     def fork(self, sequence: KVSequence) -> KVSequence:
@@ -315,7 +317,7 @@ class KVPool:
                 f"got a length of {length}; what the rings held before has been overwritten."
             )
         sequence.length = length
-        kept = ceil_div(length, BLOCK_TOKENS)
+        kept = max(ceil_div(length, BLOCK_TOKENS), sequence.reserved)
         for block in sequence.blocks[kept:]:
             self._release_block(block)
         del sequence.blocks[kept:]
@@ -334,11 +336,12 @@ class KVPool:
             )
         if len({id(s) for s in sequences}) != len(sequences):
             raise StateError(f"{op}: a sequence must appear once in a step, got one twice; put its rows together.")
+        for sequence in sequences:
+            self.require_live(op, sequence)
         copies: list[tuple[KVSequence, int]] = []
         shares = dict.fromkeys([b for s in sequences for b in s.blocks], 0)
         new = 0
         for sequence, rows in zip(sequences, num_rows, strict=True):
-            self.require_live(op, sequence)
             total = sequence.length + rows
             if rows < 0 or total > self.max_tokens:
                 raise SlotRangeError(
