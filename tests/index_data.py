@@ -48,12 +48,10 @@ class Problem(NamedTuple):
         out = torch.full((b * n, columns), float("-inf"), dtype=torch.float64)
         page_size = self.records.shape[1]
         for row in range(b * n):
-            length = int(self.context_lens.reshape(-1)[row])
-            for j in range(0, length, page_size):
-                stop = min(j + page_size, length)
-                page = keys[int(self.block_table[row // n, j // page_size]), : stop - j]
-                dots = torch.einsum("hd,jd->hj", query[row], page).relu()
-                out[row, j:stop] = (dots * self.weights[row].double()[:, None]).sum(0)
+            positions = torch.arange(int(self.context_lens.reshape(-1)[row]))
+            pages = self.block_table[row // n, positions // page_size].long()
+            dots = torch.einsum("hd,jd->hj", query[row], keys[pages, positions % page_size]).relu()
+            out[row, : len(positions)] = (dots * self.weights[row].double()[:, None]).sum(0)
         return out
 
 

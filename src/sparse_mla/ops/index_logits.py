@@ -121,58 +121,30 @@ class IndexInputs(NamedTuple):
             )
         if not isinstance(keys, (PagedKeys, RaggedKeys)):
             raise DTypeError(f"{op}: keys must be PagedKeys or RaggedKeys, got {type(keys).__name__}.")
-        paged = isinstance(keys, PagedKeys)
         q_fp, q_sf = q
-        rows = "b n" if paged else "t"
-        fmt = _check_query(op, q_fp, q_sf, rows, sizes)
+        paged = isinstance(keys, PagedKeys)
+        lead = "b n" if paged else "t"
+        fmt = _check_query(op, q_fp, q_sf, lead, sizes)
         num_rows = sizes["b"] * sizes["n"] if paged else sizes["t"]
         sizes["rows"] = num_rows
         tensor(op, "weights", weights, "rows h", WEIGHT_DTYPES, sizes)
-        if isinstance(keys, PagedKeys):
-            cache = _check_cache(op, keys.cache, fmt)
-            tensor(op, "keys.block_table", keys.block_table, "b w", (torch.int32,), sizes)
-            lens = keys.context_lens
-            if isinstance(lens, torch.Tensor) and lens.dim() == 1 and sizes["n"] != 1:
-                raise ShapeError(
-                    f"{op}: keys.context_lens must be [b, n] with n = {sizes['n']}, got {shape_text(lens)}; one length "
-                    "per batch element does not say what each of its query rows sees."
-                )
-            one_length = isinstance(lens, torch.Tensor) and lens.dim() == 1
-            tensor(op, "keys.context_lens", lens, "b" if one_length else "b n", (torch.int32,), sizes)
-            width = keys.max_context_len
-            if width is None and candidates is None:
-                width = sizes["w"] * cache.page_size
-            _check_width(op, "keys.max_context_len", width)
-            named = (("keys.cache", cache.data), ("keys.block_table", keys.block_table), ("keys.context_lens", lens))
-            form = (cache, cache.data, None, keys.block_table, sizes["n"], None, lens.reshape(num_rows), width)
-        else:
-            tensor(
-                op,
-                "keys.data",
-                keys.data,
-                f"s {fmt.data_bytes}",
-                _code_dtypes(fmt),
-                sizes,
-                "q and keys differ in format",
-            )
-            _check_scales(op, "keys.sf", keys.sf, "s", fmt, sizes)
-            tensor(op, "keys.starts", keys.starts, "t", (torch.int32,), sizes)
-            tensor(op, "keys.ends", keys.ends, "t", (torch.int32,), sizes)
-            _check_width(op, "keys.max_len", keys.max_len)
-            named = (("keys.data", keys.data), ("keys.sf", keys.sf), ("keys.starts", keys.starts))
-            form = (None, keys.data, keys.sf, None, 1, keys.starts, keys.ends, keys.max_len)
+        blocks = None
         if candidates is not None:
-            if not isinstance(candidates, Candidates):
-                raise DTypeError(f"{op}: candidates must be Candidates(blocks), got {type(candidates).__name__}.")
-            tensor(op, "candidates.blocks", candidates.blocks, "rows blocks", (torch.int32,), sizes)
-            choice(op, "candidates.block_size", candidates.block_size, BLOCK_SIZES)
-            choice(op, "candidates.origin", candidates.origin, ORIGINS)
-            if candidates.origin == "keys" and paged:
-                raise ArgumentError(f"{op}: candidates.origin must be 'row' with paged keys, got 'keys'.")
-        blocks = None if candidates is None else candidates.blocks
-        same_device(op, (("q", q_fp), ("q_sf", q_sf), ("weights", weights), *named, ("candidates.blocks", blocks)))
-        flat_sf = None if q_sf is None else q_sf.reshape(num_rows, *q_sf.shape[q_fp.dim() - 2 :])
-        return cls(q_fp.reshape(num_rows, *q_fp.shape[-2:]), flat_sf, weights, fmt, *form, candidates)
+            _check_candidates(op, candidates, paged, sizes)
+            blocks = candidates.blocks
+        q_parts = (("q", q_fp), ("q_sf", q_sf), ("weights", weights), ("candidates.blocks", blocks))
+        rows_sf = None if q_sf is None else q_sf.reshape(num_rows, *q_sf.shape[q_fp.dim() - 2 :])
+        rows = (q_fp.reshape(num_rows, *q_fp.shape[-2:]), rows_sf, weights, fmt)
+        if isinstance(keys, RaggedKeys):
+            same_device(op, (*q_parts, *_check_ragged(op, keys, fmt, sizes)))
+            return cls(*rows, None, keys.data, keys.sf, None, 1, keys.starts, keys.ends, keys.max_len, candidates)
+        cache = _check_cache(op, keys.cache, fmt)
+        same_device(op, (*q_parts, ("keys.cache", cache.data), *_check_paged(op, keys, sizes)))
+        width = keys.max_context_len
+        if width is None and candidates is None:
+            width = sizes["w"] * cache.page_size
+        lens = keys.context_lens.reshape(num_rows)
+        return cls(*rows, cache, cache.data, None, keys.block_table, sizes["n"], None, lens, width, candidates)
 
     @property
     def num_rows(self) -> int:
@@ -271,6 +243,43 @@ def _check_query(
     fmt = INDEX_FP4 if width == INDEX_FP4.data_bytes else INDEX_FP8
     _check_scales(op, "q_sf", q_sf, f"{rows} h", fmt, sizes)
     return fmt
+
+
+def _check_ragged(
+    op: str, keys: RaggedKeys, fmt: RecordFormat, sizes: dict[str, int]
+) -> tuple[tuple[str, torch.Tensor], ...]:
+    cause = "q and keys differ in format"
+    tensor(op, "keys.data", keys.data, f"s {fmt.data_bytes}", _code_dtypes(fmt), sizes, cause)
+    _check_scales(op, "keys.sf", keys.sf, "s", fmt, sizes)
+    tensor(op, "keys.starts", keys.starts, "t", (torch.int32,), sizes)
+    tensor(op, "keys.ends", keys.ends, "t", (torch.int32,), sizes)
+    _check_width(op, "keys.max_len", keys.max_len)
+    data = (("keys.data", keys.data), ("keys.sf", keys.sf))
+    return (*data, ("keys.starts", keys.starts), ("keys.ends", keys.ends))
+
+
+def _check_paged(op: str, keys: PagedKeys, sizes: dict[str, int]) -> tuple[tuple[str, torch.Tensor], ...]:
+    tensor(op, "keys.block_table", keys.block_table, "b w", (torch.int32,), sizes)
+    lens = keys.context_lens
+    one_each = isinstance(lens, torch.Tensor) and lens.dim() == 1
+    if one_each and sizes["n"] != 1:
+        raise ShapeError(
+            f"{op}: keys.context_lens must be [b, n] with n = {sizes['n']}, got {shape_text(lens)}; one length "
+            "per batch element does not say what each of its query rows sees."
+        )
+    tensor(op, "keys.context_lens", lens, "b" if one_each else "b n", (torch.int32,), sizes)
+    _check_width(op, "keys.max_context_len", keys.max_context_len)
+    return (("keys.block_table", keys.block_table), ("keys.context_lens", lens))
+
+
+def _check_candidates(op: str, candidates: Candidates, paged: bool, sizes: dict[str, int]) -> None:
+    if not isinstance(candidates, Candidates):
+        raise DTypeError(f"{op}: candidates must be Candidates(blocks), got {type(candidates).__name__}.")
+    tensor(op, "candidates.blocks", candidates.blocks, "rows blocks", (torch.int32,), sizes)
+    choice(op, "candidates.block_size", candidates.block_size, BLOCK_SIZES)
+    choice(op, "candidates.origin", candidates.origin, ORIGINS)
+    if candidates.origin == "keys" and paged:
+        raise ArgumentError(f"{op}: candidates.origin must be 'row' with paged keys, got 'keys'.")
 
 
 def _check_scales(op: str, name: str, sf: object, lead: str, fmt: RecordFormat, sizes: dict[str, int]) -> None:
