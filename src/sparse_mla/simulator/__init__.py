@@ -18,6 +18,6 @@ from .params import SimulatorParams
 from .target import GEN2, GEN3, GEN4, Target
 
 __all__ = [
-    "GEN2", "GEN3", "GEN4", "Kernel", "Run", "SimulatorParams", "SimulatorWarning", "Target", "WarningRecord", "install",
-    "installed", "jit", "namespace", "run", "simulate", "uninstall",
+    "GEN2", "GEN3", "GEN4", "Kernel", "Run", "SimulatorParams", "SimulatorWarning", "Target", "WarningRecord",
+    "install", "installed", "jit", "namespace", "run", "simulate", "uninstall",
 ]  # fmt: skip

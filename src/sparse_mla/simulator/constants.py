@@ -8,7 +8,7 @@ from enum import Enum
 __all__ = ["dge_mode", "dma_engine", "engine", "matmul_perf_mode", "nc_version", "oob_mode", "reduce_cmd"]
 
 
-class engine(Enum):  # noqa: N801 - documented name
+class engine(Enum):
     """Engines of a NeuronCore."""
 
     unknown = 0
@@ -20,7 +20,7 @@ class engine(Enum):  # noqa: N801 - documented name
     sync = 6
 
 
-class reduce_cmd(Enum):  # noqa: N801
+class reduce_cmd(Enum):
     """What an instruction does to the engine's accumulators."""
 
     idle = 0
@@ -30,7 +30,7 @@ class reduce_cmd(Enum):  # noqa: N801
     load_reduce = 4
 
 
-class dge_mode(Enum):  # noqa: N801
+class dge_mode(Enum):
     """Who builds DMA descriptors."""
 
     unknown = 0
@@ -39,21 +39,21 @@ class dge_mode(Enum):  # noqa: N801
     none = 3
 
 
-class oob_mode(Enum):  # noqa: N801
+class oob_mode(Enum):
     """What a dynamic index outside the tensor does."""
 
     error = 0
     skip = 1
 
 
-class matmul_perf_mode(Enum):  # noqa: N801
+class matmul_perf_mode(Enum):
     """Tensor engine modes."""
 
     none = "none"
     double_row = "double_row"
 
 
-class nc_version(Enum):  # noqa: N801
+class nc_version(Enum):
     """NeuronCore generations; ordered."""
 
     gen2 = 2
@@ -73,7 +73,7 @@ class nc_version(Enum):  # noqa: N801
         return isinstance(other, nc_version) and self.value >= other.value
 
 
-class dma_engine(Enum):  # noqa: N801
+class dma_engine(Enum):
     """Who moves the bytes of a sendrecv."""
 
     dma = 1

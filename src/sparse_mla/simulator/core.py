@@ -2,7 +2,8 @@
 """The running machine: which core executes, what it did, and how it refuses.
 
 A `Launch` is one kernel call; it owns one `Machine` per physical core. Exactly one machine runs at any moment, so
-`current()` is a plain global. Every instruction passes through the `@instruction` decorator, which counts it against the
+`current()` is a plain global. Every instruction passes through the `@instruction` decorator, which counts it against
+the
 budget, finds the kernel line it came from, and gives its errors their shape:
 `nc_matmul: moving free size 1024 exceeds 512 (trn2) - my_kernel.py:88`.
 
@@ -35,8 +36,23 @@ if TYPE_CHECKING:
     from .tensor import NkiTensor
 
 __all__ = [
-    "DMA", "GPSIMD", "SCALAR", "SYNC", "TENSOR", "VECTOR", "Launch", "Machine", "Operand", "Record", "SimulatorWarning",
-    "WarningRecord", "current", "instruction", "not_simulated", "running", "source_line",
+    "DMA",
+    "GPSIMD",
+    "SCALAR",
+    "SYNC",
+    "TENSOR",
+    "VECTOR",
+    "Launch",
+    "Machine",
+    "Operand",
+    "Record",
+    "SimulatorWarning",
+    "WarningRecord",
+    "current",
+    "instruction",
+    "not_simulated",
+    "running",
+    "source_line",
 ]  # fmt: skip
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -95,16 +111,17 @@ class Operand:
 class Record:
     """One executed instruction.
 
-    `engine` is where it runs (tensor, vector, scalar, gpsimd, dma, sync). `partitions` x `elements` is the size its cost
-    formula uses (elements per partition of the largest operand). `detail` holds what is particular to the opcode:
+    `engine` is where it runs (tensor, vector, scalar, gpsimd, dma, sync). `partitions` x `elements` is the size its
+    cost formula uses (elements per partition of the largest operand). `detail` holds what is particular to the opcode:
 
-    nc_matmul        {"k", "m", "n", "fp32": bool, "double_row": bool, "transpose": bool, "tile": (row, col, rows, cols),
-                      "accumulate": bool}
-    nc_transpose     {"k", "m", "fp32", "two_byte"}: partitions and flattened free size of the input (engine tensor or vector)
+    nc_matmul        {"k", "m", "n", "fp32": bool, "double_row": bool, "transpose": bool,
+                      "tile": (row, col, rows, cols), "accumulate": bool}
+    nc_transpose     {"k", "m", "fp32", "two_byte"}: partitions and free size of the input (tensor or vector)
     tensor_tensor .. {"op": name, "op1": name or None}
     activation       {"op": name, "reads_register": bool}
     tensor_reduce    {"op": name}
-    dma_*            {"bytes", "descriptors", "descriptor_bytes", "dge": "none|hwdge|swdge|unknown", "queue": issuing engine
+    dma_*            {"bytes", "descriptors", "descriptor_bytes", "dge": "none|hwdge|swdge|unknown", "queue": issuing
+    engine
                       ("sync", "scalar", "gpsimd" or ""), "indirect": bool, "rows": gathered rows, "cast": bool,
                       "hbm_read", "hbm_written"}
     sendrecv         {"bytes", "peer": core, "via": "dma" or "gpsimd_dma"}
@@ -299,7 +316,7 @@ class Machine:
         if count > 1 and t.partition_step != 1:
             self.fail(3, f"{role} {t.brief()} has partition step {t.partition_step}, only 1 is possible")
         if start % target.quadrant or (
-            count > target.quadrant and (start % target.pe_half or count > target.pe_half and start)
+            count > target.quadrant and (start % target.pe_half or (count > target.pe_half and start))
         ):
             legal = "0" if count > target.pe_half else "0 or 64" if count > target.quadrant else "0, 32, 64 or 96"
             self.fail(2, f"{role} {t.brief()} starts at partition {start}; {count} partitions may start at {legal}")
@@ -404,8 +421,8 @@ class Machine:
         for other in t.storage.clobber_overlaps(o.p0, o.p1, o.b0, o.b1):
             if self.loop_start >= 0 and other.last >= self.loop_start and self.checks:
                 self.warn(
-                    51, f"dst {t.brief()} overwrites the tile of line {other.source[1]} used in the same run-time loop body; "
-                    "iterations may overlap",
+                    51, f"dst {t.brief()} overwrites the tile of line {other.source[1]} used in the same run-time "
+                    "loop body; iterations may overlap",
                 )  # fmt: skip
 
     @contextmanager
@@ -567,7 +584,7 @@ def describe(value: Any) -> str:
 
 
 @functools.cache
-def _tensor_type() -> type:
+def _tensor_type() -> Any:
     from .tensor import NkiTensor
 
     return NkiTensor

@@ -37,7 +37,8 @@ def dma_operand(m: Machine, role: str, value: Any) -> NkiTensor:
 def row_indices(m: Machine, role: str, t: NkiTensor, *, rows: int, column: bool = True) -> Array:
     """The row numbers of a vector-indexed view, int64, one per row of dim 0."""
     index = t.vector_index
-    assert index is not None
+    if index is None:
+        m.fail(32, f"{role} {t.brief()} has no vector index")
     if index.scalar_index is not None:
         index = m.dynamic(f"vector_offset of {role}", index)
     values = m.read(f"vector_offset of {role}", index).astype(np.int64)
@@ -75,7 +76,8 @@ def valid_rows(m: Machine, role: str, index: Array, count: int, mode: Any) -> Ar
         at = int(outside.argmax())
         m.fail(
             33,
-            f"{role}: index {int(index[at])} at row {at} is outside 0..{count - 1} (oob_mode.skip leaves such rows unchanged)",
+            f"{role}: index {int(index[at])} at row {at} is outside 0..{count - 1} (oob_mode.skip leaves such "
+            "rows unchanged)",
         )
     return ~outside
 
@@ -162,7 +164,7 @@ def descriptor_facts(dst: NkiTensor, src: NkiTensor) -> tuple[int, int, int]:
     nbytes = dst.size * dst.dtype.itemsize
     # a run is counted in elements: the two sides may have different widths
     run = min(a.run_bytes // a.itemsize, b.run_bytes // b.itemsize)
-    if dst.memory == HBM and dst.vector_index is not None or src.memory == HBM and src.vector_index is not None:
+    if (dst.memory == HBM and dst.vector_index is not None) or (src.memory == HBM and src.vector_index is not None):
         run = min(run, dst.size // dst.shape[0], src.size // src.shape[0])
     return nbytes, -(-dst.size // run), run * max(a.itemsize, b.itemsize)
 
@@ -174,7 +176,8 @@ def descriptor_warnings(m: Machine, dst: NkiTensor, src: NkiTensor, count: int, 
     elif size < m.target.dma_small_bytes:
         m.note(
             52,
-            f"descriptors of {size} B, below {m.target.dma_small_bytes} B: the transfer is bound by {count} descriptors",
+            f"descriptors of {size} B, below {m.target.dma_small_bytes} B: the transfer is bound by {count} "
+            "descriptors",
         )
     if (
         dst.memory == HBM
@@ -185,7 +188,8 @@ def descriptor_warnings(m: Machine, dst: NkiTensor, src: NkiTensor, count: int, 
     ):
         m.warn(
             52,
-            f"dst {dst.brief()}: strided 1-D stores of narrow types were seen to write zeros; widen or use a 2-D pattern",
+            f"dst {dst.brief()}: strided 1-D stores of narrow types were seen to write zeros; widen or use a 2-D "
+            "pattern",
         )
 
 
@@ -265,8 +269,9 @@ def dma_copy(
     if m.checks:
         descriptor_warnings(m, dst, src, count, size)
     m.emit(
-        DMA, (dst,), (src,), bytes=nbytes, descriptors=count, descriptor_bytes=size, dge=mode, queue=queue, indirect=indirect,
-        rows=dst.shape[0] if indirect else 0, cast=dst.dtype is not src.dtype, **hbm_traffic(dst, src),
+        DMA, (dst,), (src,), bytes=nbytes, descriptors=count, descriptor_bytes=size, dge=mode, queue=queue,
+        indirect=indirect, rows=dst.shape[0] if indirect else 0, cast=dst.dtype is not src.dtype, **hbm_traffic(dst,
+        src),
     )  # fmt: skip
 
 
@@ -295,7 +300,7 @@ def dma_transpose(
             m.fail(35, f"dst {dst.brief()} must have the dtype of src, {src.dtype}")
         size = src.dtype.itemsize
         last = target.dma_transpose_last_dim
-        if size not in (2, 4) or size != 2 and (indirect or dge_mode is Dge.hwdge):
+        if size not in (2, 4) or (size != 2 and (indirect or dge_mode is Dge.hwdge)):
             m.fail(35, f"src {src.brief()} must hold 2-byte elements")
         if src.shape[-1] > last:
             m.fail(35, f"src {src.brief()}: the last dim must be at most {last}")
@@ -309,7 +314,8 @@ def dma_transpose(
         if dst.memory == SBUF and dst.operand().b0 % alignment:
             m.warn(
                 36,
-                f"dst {dst.brief()} starts at byte {dst.operand().b0}; transposes were seen to need {alignment}-byte alignment",
+                f"dst {dst.brief()} starts at byte {dst.operand().b0}; transposes were seen to need "
+                f"{alignment}-byte alignment",
             )
     wanted = tuple(src.shape[a] for a in order)
     if dst.shape != wanted:
@@ -328,7 +334,8 @@ def dma_transpose(
     run = min(src.operand().run_bytes, src.shape[-1] * src.dtype.itemsize)
     m.emit(
         DMA, (dst,), (src,), bytes=nbytes, descriptors=-(-nbytes // run), descriptor_bytes=run,
-        dge="swdge" if indirect else dge_mode.name, queue="gpsimd" if indirect else "sync" if dge_mode is Dge.hwdge else "",
+        dge="swdge" if indirect else dge_mode.name,
+        queue="gpsimd" if indirect else "sync" if dge_mode is Dge.hwdge else "",
         indirect=indirect, rows=src.shape[0] if indirect else 0, cast=False, **hbm_traffic(dst, src),
     )  # fmt: skip
 
@@ -350,7 +357,8 @@ def _hwdge_transpose_rules(m: Machine, src: NkiTensor, indirect: bool) -> None:
 
 def _indirect_transpose_rules(m: Machine, src: NkiTensor) -> None:
     index = src.vector_index
-    assert index is not None
+    if index is None:
+        return
     rows = m.target.dma_transpose_rows
     if m.target.gen < 3:
         m.fail(35, "an indirect transpose needs trn2 or later")
@@ -363,7 +371,7 @@ def _indirect_transpose_rules(m: Machine, src: NkiTensor) -> None:
     if index.ndim != 2:
         m.fail(35, f"the index tile must be 2-D, got {index.brief()}")
     p, columns = index.shape
-    if not rows <= p <= m.target.pmax or p % rows or columns > 1 and p != m.target.pmax:
+    if not rows <= p <= m.target.pmax or p % rows or (columns > 1 and p != m.target.pmax):
         m.fail(
             35,
             f"the index tile {index.brief()} must have 16..128 rows in steps of 16, exactly 128 with several columns",
@@ -402,15 +410,14 @@ def dma_compute(
     for i, t in enumerate(sources):
         if t.size != dst.size:
             m.fail(31, f"srcs[{i}] {t.brief()} has {t.size} elements, dst {dst.brief()} has {dst.size}")
-    total: Array | None = None
+    total = np.zeros(dst.shape, np.float32)
     mask: Array | None = None
     for i, t in enumerate(sources):
         values, valid = fetch(m, f"srcs[{i}]", t, oob_mode)
         if valid is not None:
             mask = valid if mask is None else mask & valid
         values = dtypes.to_f32(values, t.dtype).reshape(dst.shape)
-        total = values if total is None else total + values
-    assert total is not None
+        total = values if i == 0 else total + values
     out = np.empty(dst.shape, dst.dtype.np)
     dtypes.cast_into(out, total, dst.dtype)
     if m.checks and dst.vector_index is not None:

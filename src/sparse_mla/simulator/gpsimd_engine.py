@@ -16,8 +16,8 @@ from .tensor import NkiTensor
 from .vector_engine import alu, on_chip, pick_engine, pick_operator
 
 __all__ = [
-    "affine_select", "iota", "local_gather", "nc_n_gather", "nonzero_with_count", "rand2", "rand_get_state", "rand_set_state", "rng",
-    "sequence_bounds", "set_rng_seed", "tensor_partition_reduce", "topk",
+    "affine_select", "iota", "local_gather", "nc_n_gather", "nonzero_with_count", "rand2", "rand_get_state",
+    "rand_set_state", "rng", "sequence_bounds", "set_rng_seed", "tensor_partition_reduce", "topk",
 ]  # fmt: skip
 
 
@@ -54,8 +54,8 @@ _COMPARES = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equ
 
 @instruction
 def affine_select(
-    dst: Any, pattern: Any, channel_multiplier: int, on_true_tile: Any, on_false_value: float, cmp_op: Any = BY_NAME["equal"],
-    offset: int = 0, name: Any = None,
+    dst: Any, pattern: Any, channel_multiplier: int, on_true_tile: Any, on_false_value: float,
+    cmp_op: Any = BY_NAME["equal"], offset: int = 0, name: Any = None,
 ) -> None:  # fmt: skip
     """dst = on_true_tile where cmp_op(affine value, 0) holds, on_false_value elsewhere."""
     m = current()
@@ -139,16 +139,16 @@ def local_gather(
     Positions are element offsets; each brings num_elem_per_idx consecutive elements.
     """
     m = current()
-    src, index, dst = (
-        on_chip(m, "src_buffer", src_buffer, GPSIMD), on_chip(m, "index", index, GPSIMD), on_chip(m, "dst", dst, GPSIMD),
-    )  # fmt: skip
+    src = on_chip(m, "src_buffer", src_buffer, GPSIMD)
+    index, dst = on_chip(m, "index", index, GPSIMD), on_chip(m, "dst", dst, GPSIMD)
     group = m.target.gpsimd_partitions
     p = src.shape[0]
     each = int(num_elem_per_idx)
     if index.shape[0] != p or p % group or dst.shape[0] != p:
         m.fail(
             38,
-            f"src_buffer {src.brief()}, index {index.brief()} and dst {dst.brief()} need equal partitions, a multiple of {group}",
+            f"src_buffer {src.brief()}, index {index.brief()} and dst {dst.brief()} need equal partitions, a "
+            f"multiple of {group}",
         )
     if index.dtype is not dtypes.uint16:
         m.fail(38, f"index must be uint16, got {index.brief()}")
@@ -158,10 +158,8 @@ def local_gather(
         m.fail(38, f"num_elem_per_idx must be 1, 2, 4, 8, 16 or 32, got {each}")
     listed = index.free_size * group
     valid = listed if num_valid_indices is None else int(num_valid_indices)
-    if (
-        not 1 <= valid <= listed
-        or listed > m.target.local_gather_max_indices
-        and valid > m.target.local_gather_max_indices
+    if not 1 <= valid <= listed or (
+        listed > m.target.local_gather_max_indices and valid > m.target.local_gather_max_indices
     ):
         m.fail(38, f"num_valid_indices {valid} must be 1..{min(listed, m.target.local_gather_max_indices)}")
     if dst.free_size != valid * each:
@@ -312,7 +310,7 @@ def rng(dst: Any, engine: Any = Engine.vector, name: Any = None) -> None:
 
 
 @instruction
-def rand2(dst: Any, min: Any, max: Any, name: Any = None) -> None:  # noqa: A002 - documented names
+def rand2(dst: Any, min: Any, max: Any, name: Any = None) -> None:
     """dst = uniform random numbers in [min, max)."""
     from .vector_engine import scalar_operand
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Making `import nki` work where the real package is absent.
 
-The real package is recognised by `nki.jit` existing. An import that raises, or a package without `jit`, counts as absent
+The real package is recognised by `nki.jit` existing. An import that raises, or a package without `jit`, counts as
+absent
 and is replaced in the module table; `uninstall()` restores what was there.
 """
 
@@ -23,9 +24,9 @@ def namespace() -> ModuleType:
     """The `nki` module of the simulator."""
     module = ModuleType("nki", "NKI, executed by the simulator of sparse_mla on this CPU.")
     module.__dict__.update(
-        __path__=[], __version__="0.6.0+simulated", jit=launch.jit, simulate=launch.simulate, cpu_simulate=launch.cpu_simulate,
-        language=language, isa=isa, typing=typing, compiler=compiler, tensor=tensor, dtype=dtypes, collectives=collectives,
-        NKIObject=tensor.NKIObject, Kernel=launch.Kernel,
+        __path__=[], __version__="0.6.0+simulated", jit=launch.jit, simulate=launch.simulate,
+        cpu_simulate=launch.cpu_simulate, language=language, isa=isa, typing=typing, compiler=compiler, tensor=tensor,
+        dtype=dtypes, collectives=collectives, NKIObject=tensor.NKIObject, Kernel=launch.Kernel,
     )  # fmt: skip
     return module
 
@@ -63,7 +64,7 @@ def installed() -> bool:
 
 
 def install(*, force: bool = False, neuronxcc: bool = False) -> bool:
-    """Register the simulator as `nki` unless the real package is there; returns True when the simulator is what imports give.
+    """Register the simulator as `nki` unless the real package is there; True when imports give the simulator.
 
     Args:
         force: replace the real package too.

@@ -58,16 +58,17 @@ _NEED_TRN3 = "an instruction of trn3"
 
 
 def activate2(
-    dst: Any, op: Any, data: Any, imm0: Any, imm1: Any, op0: Any, op1: Any, relu_param: Any = 0.0, reverse0: bool = False,
-    reverse1: bool = False, reduce_op: Any = None, reduce_res: Any = None, reduce_cmd: Any = reduce_cmd.idle, name: Any = None,
+    dst: Any, op: Any, data: Any, imm0: Any, imm1: Any, op0: Any, op1: Any, relu_param: Any = 0.0, reverse0: bool =
+    False, reverse1: bool = False, reduce_op: Any = None, reduce_res: Any = None, reduce_cmd: Any = reduce_cmd.idle,
+    name: Any = None,
 ) -> None:  # fmt: skip
     """(data op0 imm0) op1 imm1, activated."""
     not_simulated("nisa.activate2", _NEED_TRN3)
 
 
 def exponential(
-    dst: Any, src: Any, max_value: Any = 0.0, reduce_res: Any = None, reduce_cmd: Any = reduce_cmd.idle, reduce_init: Any = 0.0,
-    name: Any = None,
+    dst: Any, src: Any, max_value: Any = 0.0, reduce_res: Any = None, reduce_cmd: Any = reduce_cmd.idle, reduce_init:
+    Any = 0.0, name: Any = None,
 ) -> None:  # fmt: skip
     """exp(src - max_value) on the Vector engine."""
     not_simulated("nisa.exponential", _NEED_TRN3)
@@ -113,12 +114,14 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "VirtualRegister", "activate2", "activation", "activation_reduce", "affine_select", "bn_aggr", "bn_stats", "core_barrier",
-    "dge_mode", "dma_compute", "dma_copy", "dma_engine", "dma_transpose", "dropout", "engine", "exponential", "get_nc_sub_version",
-    "get_nc_version", "iota", "local_gather", "matmul_perf_mode", "max8", "memset", "nc_find_index8", "nc_match_replace8",
-    "nc_matmul", "nc_matmul_mx", "nc_n_gather", "nc_stream_shuffle", "nc_transpose", "nc_version", "nonzero_with_count", "oob_mode",
-    "quantize_mx", "rand2", "rand_get_state", "rand_set_state", "range_select", "reciprocal", "reduce_cmd", "register_alloc",
-    "register_load", "register_move", "register_store", "rng", "scalar_tensor_tensor", "select_reduce", "sendrecv", "sequence_bounds",
-    "set_rng_seed", "tensor_copy", "tensor_copy_predicated", "tensor_partition_reduce", "tensor_reduce", "tensor_scalar",
-    "tensor_scalar_cumulative", "tensor_scalar_reduce", "tensor_tensor", "tensor_tensor_scan", "topk",
+    "VirtualRegister", "activate2", "activation", "activation_reduce", "affine_select", "bn_aggr", "bn_stats",
+    "core_barrier", "dge_mode", "dma_compute", "dma_copy", "dma_engine", "dma_transpose", "dropout", "engine",
+    "exponential", "get_nc_sub_version", "get_nc_version", "iota", "local_gather", "matmul_perf_mode", "max8",
+    "memset", "nc_find_index8", "nc_match_replace8", "nc_matmul", "nc_matmul_mx", "nc_n_gather",
+    "nc_stream_shuffle", "nc_transpose", "nc_version", "nonzero_with_count", "oob_mode", "quantize_mx", "rand2",
+    "rand_get_state", "rand_set_state", "range_select", "reciprocal", "reduce_cmd", "register_alloc",
+    "register_load", "register_move", "register_store", "rng", "scalar_tensor_tensor", "select_reduce", "sendrecv",
+    "sequence_bounds", "set_rng_seed", "tensor_copy", "tensor_copy_predicated", "tensor_partition_reduce",
+    "tensor_reduce", "tensor_scalar", "tensor_scalar_cumulative", "tensor_scalar_reduce", "tensor_tensor",
+    "tensor_tensor_scan", "topk",
 ]  # fmt: skip

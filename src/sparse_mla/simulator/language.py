@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nki.language` (nl): dtypes, memories, operators, tile functions, loops and what a kernel may ask about its launch."""
+"""`nki.language` (nl): dtypes, memories, operators, tile functions, loops and questions about the launch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from . import dtypes as _dtypes
 from . import target as _target
@@ -14,8 +14,6 @@ from .dtypes import (
     DType,
     bfloat16,
     bool_,
-    float16,
-    float32,
     float4_e2m1fn_x4,
     float8_e4m3,
     float8_e4m3fn,
@@ -23,17 +21,19 @@ from .dtypes import (
     float8_e5m2,
     float8_e5m2_x4,
     float8_e8m0fnu,
+    float16,
+    float32,
+    int8,
     int16,
     int32,
-    int8,
     tfloat32,
+    uint8,
     uint16,
     uint32,
-    uint8,
 )
 from .operators import BY_NAME as _OPS
 from .tensor import DynamicSlice, MemoryRegion, NKIObject, NkiTensor, VirtualRegister
-from .tile_functions import (  # noqa: A004 - documented names
+from .tile_functions import (
     all,
     broadcast_to,
     device_print,
@@ -66,12 +66,153 @@ from .tile_functions import (  # noqa: A004 - documented names
     zeros_like,
 )
 
+__all__ = [
+    "DType",
+    "MemoryRegion",
+    "NKIObject",
+    "NkiTensor",
+    "abs",
+    "abs_max",
+    "abs_min",
+    "add",
+    "affine_range",
+    "all",
+    "arctan",
+    "average",
+    "bfloat16",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+    "bool",
+    "bool_",
+    "broadcast_to",
+    "bypass",
+    "ceil",
+    "copy",
+    "cos",
+    "device_print",
+    "divide",
+    "dropout",
+    "ds",
+    "dtype",
+    "dynamic_range",
+    "empty_like",
+    "equal",
+    "erf",
+    "erf_dx",
+    "exp",
+    "expand_dims",
+    "float4_e2m1fn_x4",
+    "float8_e4m3",
+    "float8_e4m3fn",
+    "float8_e4m3fn_x4",
+    "float8_e5m2",
+    "float8_e5m2_x4",
+    "float8_e8m0fnu",
+    "float16",
+    "float32",
+    "floor",
+    "fmod",
+    "fori_loop",
+    "fp32",
+    "full",
+    "gather_flattened",
+    "gelu",
+    "gelu_apprx_sigmoid",
+    "gelu_apprx_sigmoid_dx",
+    "gelu_apprx_tanh",
+    "gelu_dx",
+    "greater",
+    "greater_equal",
+    "hbm",
+    "int8",
+    "int16",
+    "int32",
+    "invert",
+    "is_hbm",
+    "is_on_chip",
+    "is_psum",
+    "is_sbuf",
+    "left_shift",
+    "less",
+    "less_equal",
+    "load",
+    "load_transpose2d",
+    "log",
+    "logical_and",
+    "logical_not",
+    "logical_or",
+    "logical_xor",
+    "matmul",
+    "max",
+    "maximum",
+    "mean",
+    "min",
+    "minimum",
+    "mish",
+    "mod",
+    "multiply",
+    "ndarray",
+    "negative",
+    "no_reorder",
+    "not_equal",
+    "num_programs",
+    "ones",
+    "power",
+    "prelu",
+    "private_hbm",
+    "prod",
+    "program_id",
+    "program_ndim",
+    "psum",
+    "rand",
+    "random_seed",
+    "reciprocal",
+    "relu",
+    "right_shift",
+    "rms_norm",
+    "rsqrt",
+    "sbuf",
+    "sequential_range",
+    "shared_constant",
+    "shared_hbm",
+    "shared_identity_matrix",
+    "sigmoid",
+    "sign",
+    "silu",
+    "silu_dx",
+    "sin",
+    "softmax",
+    "softplus",
+    "sqrt",
+    "square",
+    "static_range",
+    "store",
+    "subtract",
+    "sum",
+    "tan",
+    "tanh",
+    "tensor",
+    "tfloat32",
+    "tile_size",
+    "transpose",
+    "trunc",
+    "uint8",
+    "uint16",
+    "uint32",
+    "var",
+    "where",
+    "while_loop",
+    "zeros",
+    "zeros_like",
+]  # fmt: skip
+
 sbuf = MemoryRegion.sbuf
 psum = MemoryRegion.psum
 hbm = MemoryRegion.hbm
 private_hbm = MemoryRegion.private_hbm
 shared_hbm = MemoryRegion.shared_hbm
-bool = _dtypes.bool_  # noqa: A001 - older name of bool_, used by third-party kernels
+bool = _dtypes.bool_
 fp32 = _dtypes.float32
 tensor = NkiTensor
 dtype = DType
@@ -84,7 +225,7 @@ maximum = _OPS["maximum"]
 minimum = _OPS["minimum"]
 abs_max = _OPS["abs_max"]
 abs_min = _OPS["abs_min"]
-abs = _OPS["abs"]  # noqa: A001
+abs = _OPS["abs"]
 square = _OPS["square"]
 power = _OPS["power"]
 equal = _OPS["equal"]
@@ -162,11 +303,11 @@ def is_on_chip(buffer: Any) -> Any:
 class _TileSize(NKIObject):
     """Hardware tile sizes of the current target, read when asked."""
 
-    _OLD = {"psum_fmax": "psum_bank_fmax", "total_available_sbuf_size": "sbuf_fmax_bytes"}
+    _OLD: ClassVar[dict[str, str]] = {"psum_fmax": "psum_bank_fmax", "total_available_sbuf_size": "sbuf_fmax_bytes"}
     _NAMES = (
-        "bn_stats_fmax", "gemm_moving_fmax", "gemm_stationary_fmax", "pmax", "psum_bank_fmax", "psum_bank_fmax_bytes",
-        "psum_fmax", "psum_min_align", "psum_num_banks", "sbuf_fmax", "sbuf_fmax_bytes", "sbuf_min_align", "sbuf_size_bytes",
-        "total_available_sbuf_size",
+        "bn_stats_fmax", "gemm_moving_fmax", "gemm_stationary_fmax", "pmax", "psum_bank_fmax",
+        "psum_bank_fmax_bytes", "psum_fmax", "psum_min_align", "psum_num_banks", "sbuf_fmax", "sbuf_fmax_bytes",
+        "sbuf_min_align", "sbuf_size_bytes", "total_available_sbuf_size",
     )  # fmt: skip
 
     def __getattr__(self, name: str) -> int:
@@ -252,7 +393,7 @@ def while_loop(init: Any, body_fun: Callable[[Any], Any]) -> None:
             machine.fail(50, "the body of while_loop must return the next condition register")
 
 
-class no_reorder:  # noqa: N801 - documented name
+class no_reorder:
     """Instructions inside keep their order; the estimate never reorders, so this has no effect here."""
 
     def __enter__(self) -> no_reorder:

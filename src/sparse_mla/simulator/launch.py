@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running a kernel: `jit`, `simulate`, grids, two-core launches, arguments in and results out.
 
-A kernel is an ordinary Python function that is executed with tensors whose instructions act at once. On a two-core launch
+A kernel is an ordinary Python function that is executed with tensors whose instructions act at once. On a two-core
+launch
 the cores alternate: core 0 runs until it waits for core 1 (barrier or exchange) or ends, then core 1; so results do not
 depend on thread timing, and a core that never arrives is reported instead of waited for.
 """
@@ -21,6 +22,7 @@ import numpy as np
 from .. import config
 from ..errors import ArgumentError, DTypeError, KernelError
 from . import dtypes, target
+from .blas import single_threaded
 from .core import Array, Launch, Machine, Record, WarningRecord, activate, running, short_path
 from .memory import HBM, PSUM, SBUF, Peak, Storage, psum_peak, sbuf_peak
 from .params import SimulatorParams
@@ -132,13 +134,14 @@ def run(kernel: Any, *args: Any, grid: Any = None, params: SimulatorParams | Non
     bound = _bind(kernel.func, args, kwargs)
     arguments = _Arguments(params)
     values = {name: arguments.convert(name, value) for name, value in bound.items()}
-    results = _execute(launch, kernel.func, values)
+    with single_threaded():
+        results = _execute(launch, kernel.func, values)
     value = _results(launch, results, arguments)
     arguments.finish()
     peaks = _capacity(launch)
     return Run(
-        kernel.func.__name__, value, facts, params, cores, launch.count, launch.records, list(launch.warnings.values()), *peaks,
-        inputs=arguments.storages,
+        kernel.func.__name__, value, facts, params, cores, launch.count, launch.records, list(launch.warnings.values()),
+        *peaks, inputs=arguments.storages,
     )  # fmt: skip
 
 
@@ -146,7 +149,7 @@ def _cores(grid: tuple[int, ...]) -> int:
     cores = 1
     for n in grid:
         cores *= n
-    if not 1 <= cores <= MAX_CORES or len(grid) > 1 and cores != grid[0]:
+    if not 1 <= cores <= MAX_CORES or (len(grid) > 1 and cores != grid[0]):
         raise ArgumentError(f"nki: the launch grid must be [1] or [2] (the LNC degree), got {list(grid)}.")
     wanted = config.get("NEURON_LOGICAL_NC_CONFIG")
     if wanted and wanted != cores:
@@ -249,7 +252,7 @@ class _Arguments:
 
 def _is_array(value: Any) -> bool:
     torch = sys.modules.get("torch")
-    return isinstance(value, np.ndarray) or torch is not None and isinstance(value, torch.Tensor)
+    return isinstance(value, np.ndarray) or (torch is not None and isinstance(value, torch.Tensor))
 
 
 _TORCH_BITS = {
@@ -405,7 +408,7 @@ def _results(launch: Launch, results: list[Any], arguments: _Arguments) -> Any:
     several = isinstance(first, (tuple, list))
     outputs = list(first) if several else [first]
     others = [list(r) if isinstance(r, (tuple, list)) else [r] for r in results[1:]]
-    converted = []
+    converted: list[Any] = []
     for i, t in enumerate(outputs):
         if t is None:
             converted.append(None)
@@ -430,12 +433,13 @@ def _check_output(launch: Launch, i: int, t: NkiTensor, elsewhere: list[Any]) ->
             if isinstance(other, NkiTensor) and other.storage is not st and other.storage.writers:
                 _fault(
                     launch, 45,
-                    f"output {i} {t.brief()} has no name, so each core has its own copy and core 1's writes are lost; give it name=, {where}",
+                    f"output {i} {t.brief()} has no name, so each core has its own copy and core 1's writes are "
+                    f"lost; give it name=, {where}",
                 )  # fmt: skip
     if not st.is_initialised(t.shape, t.byte_strides, t.byte_offset, t.dtype.itemsize):
         machine = launch.machines[0]
         key = (47, "output", st.source[0], st.source[1])
-        text = f"{launch.name}: output {i} {t.brief()} has elements that were never written ({machine.target.name}), {where}"
+        text = f"{launch.name}: output {i} {t.brief()} has elements never written ({machine.target.name}), {where}"
         launch.warnings[key] = WarningRecord(47, text, *st.source)
         if launch.params.show_warnings:
             import warnings

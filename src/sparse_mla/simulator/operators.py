@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ACTIVATIONS", "BY_NAME", "OPERATORS", "Operator", "RANGES", "find"]
+__all__ = ["ACTIVATIONS", "BY_NAME", "OPERATORS", "RANGES", "Operator", "find"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Function = Callable[..., Any]
@@ -81,7 +81,7 @@ def _erf(x: Array) -> Array:
     for n in range(1, _ERF_TERMS):
         term *= square / (2 * n + 1)
         total += term
-    return (2 / math.sqrt(math.pi) * np.exp(-y * y) * total).astype(np.float32)
+    return np.asarray(2 / math.sqrt(math.pi) * np.exp(-y * y) * total, np.float32)
 
 
 def _sigmoid(x: Array) -> Array:
@@ -90,48 +90,50 @@ def _sigmoid(x: Array) -> Array:
 
 
 def _softplus(x: Array) -> Array:
-    return (np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))).astype(np.float32)
+    return np.asarray(np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x))), np.float32)
 
 
 _SQRT_2_PI = math.sqrt(2 / math.pi)
 
 
 def _gelu(x: Array) -> Array:
-    return (0.5 * x * (1 + _erf(x / math.sqrt(2)))).astype(np.float32)
+    return np.asarray(0.5 * x * (1 + _erf(x / math.sqrt(2))), np.float32)
 
 
 def _gelu_dx(x: Array) -> Array:
-    return (0.5 * (1 + _erf(x / math.sqrt(2))) + x * np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)).astype(np.float32)
+    return np.asarray(
+        0.5 * (1 + _erf(x / math.sqrt(2))) + x * np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi), np.float32
+    )
 
 
 def _gelu_tanh(x: Array) -> Array:
-    return (0.5 * x * (1 + np.tanh(_SQRT_2_PI * (x + 0.044715 * x**3)))).astype(np.float32)
+    return np.asarray(0.5 * x * (1 + np.tanh(_SQRT_2_PI * (x + 0.044715 * x**3))), np.float32)
 
 
 def _gelu_sigmoid(x: Array) -> Array:
-    return (x * _sigmoid(1.702 * x)).astype(np.float32)
+    return np.asarray(x * _sigmoid(1.702 * x), np.float32)
 
 
 def _gelu_sigmoid_dx(x: Array) -> Array:
     s = _sigmoid(1.702 * x)
-    return (s + 1.702 * x * s * (1 - s)).astype(np.float32)
+    return np.asarray(s + 1.702 * x * s * (1 - s), np.float32)
 
 
 def _silu(x: Array) -> Array:
-    return (x * _sigmoid(x)).astype(np.float32)
+    return np.asarray(x * _sigmoid(x), np.float32)
 
 
 def _silu_dx(x: Array) -> Array:
     s = _sigmoid(x)
-    return (s * (1 + x * (1 - s))).astype(np.float32)
+    return np.asarray(s * (1 + x * (1 - s)), np.float32)
 
 
 def _mish(x: Array) -> Array:
-    return (x * np.tanh(_softplus(x))).astype(np.float32)
+    return np.asarray(x * np.tanh(_softplus(x)), np.float32)
 
 
 def _erf_dx(x: Array) -> Array:
-    return (2 / math.sqrt(math.pi) * np.exp(-x * x)).astype(np.float32)
+    return np.asarray(2 / math.sqrt(math.pi) * np.exp(-x * x), np.float32)
 
 
 def sin_table(x: Array) -> Array:
@@ -146,7 +148,7 @@ def sin_table(x: Array) -> Array:
 
 def _logical(function: Function) -> Function:
     def compute(x: Array, y: Array) -> Array:
-        return function(x != 0, y != 0).astype(np.float32)
+        return np.asarray(function(x != 0, y != 0), np.float32)
 
     return compute
 
@@ -166,7 +168,8 @@ def _shift(x: Array, y: Any, function: Any) -> Array:
     raw = np.ascontiguousarray(x).view(unsigned)
     distance = np.asarray(y).astype(np.int64) & 0xFFFFFFFF
     moved = function(raw, np.minimum(distance, bits - 1).astype(unsigned))
-    return np.where(distance >= bits, unsigned.type(0), moved).astype(unsigned).view(x.dtype)
+    cleared: Array = np.where(distance >= bits, unsigned.type(0), moved).astype(unsigned)
+    return cleared.view(x.dtype)
 
 
 def _abs_max(x: Array, y: Array) -> Array:
@@ -185,7 +188,7 @@ def _compare(function: Any) -> Function:
 
 
 def _rsqrt(x: Array) -> Array:
-    return (np.float32(1) / np.sqrt(x)).astype(np.float32)
+    return np.asarray(np.float32(1) / np.sqrt(x), np.float32)
 
 
 def _reciprocal(x: Array) -> Array:

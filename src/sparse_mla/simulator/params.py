@@ -23,13 +23,13 @@ class SimulatorParams:
     says, trn2 when it is unset."""
 
     checks: bool = True
-    """False: the hardware rules, the capacity and the initialised-memory tracking are skipped; shapes are still checked."""
+    """False: hardware rules, capacity and initialised-memory tracking are skipped; shapes are still checked."""
 
     strict: bool = False
-    """True: practices that some front ends accept and hardware was seen to refuse are errors instead of warnings."""
+    """True: what some front ends accept and hardware was seen to refuse is an error, not a warning."""
 
     aws_compat: bool = False
-    """True: relax SBUF capacity, overlap of addressed tiles, unnamed shared_hbm on two cores and uninitialised reads, to
+    """True: relax SBUF capacity, overlap of addressed tiles, unnamed shared_hbm on two cores and uninitialised reads to
     the behaviour of the vendor's simulator; for running third-party kernels."""
 
     timing: bool = True

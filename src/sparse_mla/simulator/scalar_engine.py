@@ -69,9 +69,9 @@ def _activate(
             if m.checks and bias.dtype is dtypes.tfloat32:
                 m.fail(24, "bias must not be tfloat32")
             shift, tensor = scalar_operand(m, "bias", bias, data, fp32=False)
-            assert tensor is not None
-            reads.append(tensor)
-            starts["bias"] = tensor
+            if tensor is not None:
+                reads.append(tensor)
+                starts["bias"] = tensor
         else:
             if m.checks and m.target.gen < 3:
                 m.fail(30, "bias must be a (P, 1) tensor on trn1, not a constant")

@@ -2,7 +2,8 @@
 """Facts of each NeuronCore generation, under the names of `nl.tile_size` where it has one.
 
 Source of truth: the architecture guides and API pages of the AWS Neuron documentation. `usable_sbuf_bytes` is what
-AWS's own kernels budget (raw size - 16 KiB - 8 B); for trn1 and trn3 the same reserve is assumed. Every other file of the
+AWS's own kernels budget (raw size - 16 KiB - 8 B); for trn1 and trn3 the same reserve is assumed. Every other file of
+the
 simulator takes its limits from here.
 """
 

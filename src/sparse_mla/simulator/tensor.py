@@ -2,14 +2,15 @@
 """`NkiTensor`: a view of storage - shape, strides and offset - plus at most one dynamic index.
 
 Views never copy. Internally strides and offsets are bytes over the logical storage: on-chip storage is (partition, free
-byte), so one partition step is `row_bytes`; HBM storage is flat. Public `strides` and `offset` are in elements. A view with
+byte), so one partition step is `row_bytes`; HBM storage is flat. Public `strides` and `offset` are in elements. A view
+with
 a scalar index is turned into a plain one when an instruction executes; a vector index is consumed by the DMA engines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import Any, NoReturn
 
 import numpy as np
@@ -34,7 +35,7 @@ class NKIObject:
             setattr(self, key, value)
 
 
-class MemoryRegion(str, Enum):
+class MemoryRegion(StrEnum):
     """Memories a tensor may be declared in."""
 
     sbuf = "sbuf"
@@ -42,9 +43,6 @@ class MemoryRegion(str, Enum):
     private_hbm = "private_hbm"
     hbm = "private_hbm"
     shared_hbm = "shared_hbm"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 _REGION = {
@@ -115,8 +113,9 @@ class NkiTensor(NKIObject):
     """A tensor or a view of one. See the module docstring for how it addresses storage."""
 
     __slots__ = (
-        "_array", "_operand", "base_rows", "byte_offset", "byte_strides", "dtype", "indirect_count", "indirect_index",
-        "legal", "memory", "row_step", "scalar_index", "scalar_step", "shape", "storage", "vector_index",
+        "_array", "_operand", "base_rows", "byte_offset", "byte_strides", "dtype", "indirect_count",
+        "indirect_index", "legal", "memory", "row_step", "scalar_index", "scalar_step", "shape", "storage",
+        "vector_index",
     )  # fmt: skip
 
     shape: tuple[int, ...]
@@ -599,11 +598,9 @@ class NkiTensor(NKIObject):
             if name in flat and view.shape[flat.index(name)] != size:
                 refuse(23, f"rearrange: {name} is {view.shape[flat.index(name)]}, not {size}")
         view = view.permute([flat.index(n) for n in names])
-        position = 0
-        for entry in dst_pattern:
+        for position, entry in enumerate(dst_pattern):
             if not isinstance(entry, str) and len(entry) > 1:
                 view = view.flatten_dims(position, position + len(entry) - 1)
-            position += 1
         return view
 
     def view(self, dtype: Any) -> NkiTensor:
@@ -637,7 +634,7 @@ class NkiTensor(NKIObject):
         if self.is_indirect():
             refuse(32, "one dynamic dim per view")
         return self.ap(
-            [[self.strides[0], vector_offset.shape[0]]] + self.get_pattern()[1:], vector_offset=vector_offset
+            [[self.strides[0], vector_offset.shape[0]], *self.get_pattern()[1:]], vector_offset=vector_offset
         )
 
     def indirect(self, index: NkiTensor, num_elem: int | None = None) -> NkiTensor:

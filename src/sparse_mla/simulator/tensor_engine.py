@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor engine: matrix multiply into PSUM, and the transposes the PE array can do.
 
-Products are exact for the narrow formats and summed in float32; the order of summation is NumPy's, which differs from the
+Products are exact for the narrow formats and summed in float32; the order of summation is NumPy's, which differs from
+the
 array's at the 1e-7 level. PSUM accumulation is tracked per region: a matmul may only add onto what a matmul put there.
 """
 
@@ -28,7 +29,8 @@ Key = tuple[int, tuple[int, ...], tuple[int, ...]]
 class Accumulation:
     """What wrote each region of one PSUM tile last: nothing, a matmul (flags implicit or explicit), or another engine.
 
-    Regions are kept by exact view as long as the views are disjoint or equal, which is the rule; the first partial overlap
+    Regions are kept by exact view as long as the views are disjoint or equal, which is the rule; the first partial
+    overlap
     switches to a map with one state per element.
     """
 
@@ -43,7 +45,8 @@ class Accumulation:
         return o.p0, o.p1, o.b0, o.b1
 
     def _cells(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, itemsize: int) -> Array:
-        assert self.map is not None
+        if self.map is None:
+            self.map = np.zeros(self.partitions * self.row_bytes, np.uint8)
         return np.ndarray((*shape, itemsize), np.uint8, self.map, offset, (*strides, 1))
 
     def _to_map(self) -> None:
@@ -123,7 +126,8 @@ def _tile(m: Machine, position: Any, size: Any, stationary: NkiTensor, dst: NkiT
         if dst.p0 != column:
             m.fail(
                 12,
-                f"dst starts at partition {dst.p0}, the tile's columns at {column}; output lands at the column position",
+                f"dst starts at partition {dst.p0}, the tile's columns at {column}; output lands at the column "
+                "position",
             )
     return row, column, rows, columns
 
@@ -135,7 +139,8 @@ def _inside_bank(m: Machine, dst: NkiTensor) -> None:
     if (base + o.b0) // bank != (base + o.b1 - 1) // bank:
         m.fail(
             7,
-            f"dst {dst.brief()} spans bytes {o.b0}..{o.b1} of a partition; one matmul writes inside one {bank} B PSUM bank",
+            f"dst {dst.brief()} spans bytes {o.b0}..{o.b1} of a partition; one matmul writes inside one {bank} B "
+            "PSUM bank",
         )
 
 
@@ -197,7 +202,8 @@ def nc_matmul(
     if dst.shape[0] != columns or dst.free_size != n:
         m.fail(
             23,
-            f"dst {dst.brief()} must be ({columns}, {n}) for stationary {stationary.brief()} and moving {moving.brief()}",
+            f"dst {dst.brief()} must be ({columns}, {n}) for stationary {stationary.brief()} and moving "
+            f"{moving.brief()}",
         )
     # Result: float32 accumulation in PSUM
     added = False
@@ -255,7 +261,7 @@ def accumulate_into(m: Machine, dst: NkiTensor, product: Array, accumulate: bool
             )
         if state == FOREIGN:
             foreign(m, dst, out)
-        elif m.checks and (state == NONE or state == MIXED and bool((track.cells(dst) == NONE).any())):
+        elif m.checks and (state == NONE or (state == MIXED and bool((track.cells(dst) == NONE).any()))):
             m.fail(13, f"accumulate=True but no matmul with accumulate=False wrote dst {dst.brief()} before")
         add = True
     else:

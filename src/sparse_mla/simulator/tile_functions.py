@@ -81,7 +81,7 @@ def _check_address(kind: str, sizes: tuple[int, ...], nbytes: int, raw: int, add
         )
     if m.checks and kind == PSUM and offset % m.target.psum_bank_fmax_bytes:
         m.fail_or_warn(
-            21, f"address {(partition, offset)}: a PSUM tile must start at a bank, a multiple of {m.target.psum_bank_fmax_bytes} B",
+            21, f"address {(partition, offset)}: PSUM tiles start at a bank, every {m.target.psum_bank_fmax_bytes} B",
             fatal=not m.compat,
         )  # fmt: skip
     return partition, offset
@@ -234,17 +234,17 @@ def _reduce(op: Operator, x: NkiTensor, axis: Any, dtype: Any, keepdims: bool) -
     return out
 
 
-def sum(x: Any, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:  # noqa: A001 - documented names
+def sum(x: Any, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
     """Sum over free axes."""
     return _reduce(BY_NAME["add"], x, axis, dtype, keepdims)
 
 
-def max(x: Any, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:  # noqa: A001
+def max(x: Any, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
     """Maximum over free axes."""
     return _reduce(BY_NAME["maximum"], x, axis, dtype, keepdims)
 
 
-def min(x: Any, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:  # noqa: A001
+def min(x: Any, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
     """Minimum over free axes."""
     return _reduce(BY_NAME["minimum"], x, axis, dtype, keepdims)
 
@@ -254,7 +254,7 @@ def prod(x: Any, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTen
     return _reduce(BY_NAME["multiply"], x, axis, dtype, keepdims)
 
 
-def all(x: Any, axis: Any, dtype: Any = None) -> NkiTensor:  # noqa: A001
+def all(x: Any, axis: Any, dtype: Any = None) -> NkiTensor:
     """1 where all elements along the axes are nonzero."""
     return _reduce(BY_NAME["logical_and"], x, axis, dtype, False)
 
@@ -432,8 +432,8 @@ def fill_hbm(dst: NkiTensor, value: Any) -> None:
     m.write(dst, np.full(dst.shape, value, np.float32 if dst.dtype.is_float else np.int64))
     nbytes = dst.size * dst.dtype.itemsize
     m.emit(
-        "dma", (dst,), (), bytes=nbytes, descriptors=1, descriptor_bytes=nbytes, dge="none", queue="", indirect=False, rows=0,
-        cast=False, hbm_read=0, hbm_written=nbytes,
+        "dma", (dst,), (), bytes=nbytes, descriptors=1, descriptor_bytes=nbytes, dge="none", queue="", indirect=False,
+        rows=0, cast=False, hbm_read=0, hbm_written=nbytes,
     )  # fmt: skip
 
 
@@ -495,7 +495,7 @@ def shared_identity_matrix(n: int, dtype: Any = dtypes.uint8, dst: Any = None) -
     """An n x n identity in SBUF."""
     out = ndarray((n, n), dtype) if dst is None else dst
     load_identity(out)
-    return out  # type: ignore[no-any-return]
+    return out
 
 
 @instruction
@@ -507,8 +507,8 @@ def load_identity(dst: NkiTensor) -> None:
     m.write(dst, np.eye(dst.shape[0], dtype=np.float32))
     nbytes = dst.size * dst.dtype.itemsize
     m.emit(
-        "dma", (dst,), (), bytes=nbytes, descriptors=dst.shape[0], descriptor_bytes=nbytes // dst.shape[0], dge="none", queue="",
-        indirect=False, rows=0, cast=False, hbm_read=nbytes, hbm_written=0,
+        "dma", (dst,), (), bytes=nbytes, descriptors=dst.shape[0], descriptor_bytes=nbytes // dst.shape[0], dge="none",
+        queue="", indirect=False, rows=0, cast=False, hbm_read=nbytes, hbm_written=0,
     )  # fmt: skip
 
 

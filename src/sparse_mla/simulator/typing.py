@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nki.typing`: annotations of kernel parameters. They are accepted and have no effect: `tensor[(P, F)]`, `tensor`, ..."""
+"""`nki.typing`: annotations of kernel parameters. They are accepted and have no effect."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class _Annotation(type):
         return isinstance(instance, NkiTensor)
 
 
-class tensor(metaclass=_Annotation):  # noqa: N801 - documented name
+class tensor(metaclass=_Annotation):
     """A tensor parameter."""
 
 
-class mutable_tensor(metaclass=_Annotation):  # noqa: N801
+class mutable_tensor(metaclass=_Annotation):
     """A tensor parameter the kernel writes to."""
 
 

@@ -15,13 +15,14 @@ from . import dtypes
 from .constants import engine as Engine
 from .constants import reduce_cmd as Command
 from .core import GPSIMD, PSUM, SBUF, SCALAR, VECTOR, Array, Machine, current, describe, instruction
-from .operators import BITVEC, COMMUTATIVE_IDENTITY, Operator, reduce_free
+from .operators import BITVEC, BY_NAME, COMMUTATIVE_IDENTITY, Operator, reduce_free
 from .tensor import NkiTensor, resolve
 
 __all__ = [
-    "bn_aggr", "bn_stats", "dropout", "max8", "memset", "nc_find_index8", "nc_match_replace8", "nc_stream_shuffle", "range_select",
-    "reciprocal", "scalar_tensor_tensor", "select_reduce", "tensor_copy", "tensor_copy_predicated", "tensor_reduce", "tensor_scalar",
-    "tensor_scalar_cumulative", "tensor_scalar_reduce", "tensor_tensor", "tensor_tensor_scan",
+    "bn_aggr", "bn_stats", "dropout", "max8", "memset", "nc_find_index8", "nc_match_replace8", "nc_stream_shuffle",
+    "range_select", "reciprocal", "scalar_tensor_tensor", "select_reduce", "tensor_copy", "tensor_copy_predicated",
+    "tensor_reduce", "tensor_scalar", "tensor_scalar_cumulative", "tensor_scalar_reduce", "tensor_tensor",
+    "tensor_tensor_scan",
 ]  # fmt: skip
 
 BOTH = (SBUF, PSUM)
@@ -46,8 +47,6 @@ def pick_operator(m: Machine, role: str, value: Any) -> Operator:
         return value
     name = _RENAMED.get(getattr(value, "__name__", ""))
     if name is not None:
-        from .operators import BY_NAME
-
         m.warn(0, f"{role}: nl.{value.__name__} as an operator is now nl.{name}")
         return BY_NAME[name]
     m.fail(25, f"{role} must be an operator of nki.language, got {describe(value)}")
@@ -259,8 +258,8 @@ def tensor_tensor(dst: Any, data1: Any, data2: Any, op: Any, engine: Any = Engin
             m.fail(23, f"{role} must be a tensor, got {describe(t)}")
     wide = (dtypes.int32, dtypes.uint32)
     integer = (
-        op.family != BITVEC and data1.dtype in wide and data2.dtype in wide and dst.dtype in wide and engine is not Engine.vector
-        and PSUM not in (data1.memory, data2.memory, dst.memory)
+        op.family != BITVEC and data1.dtype in wide and data2.dtype in wide and dst.dtype in wide and engine is not
+        Engine.vector and PSUM not in (data1.memory, data2.memory, dst.memory)
     )  # fmt: skip
     default = GPSIMD if integer or op.name == "power" else VECTOR
     where = pick_engine(m, engine, default, (VECTOR, GPSIMD))
@@ -397,8 +396,8 @@ def scale_shift(
 
 @instruction
 def scalar_tensor_tensor(
-    dst: Any, data: Any, op0: Any, operand0: Any, op1: Any, operand1: Any, reverse0: bool = False, reverse1: bool = False,
-    name: Any = None,
+    dst: Any, data: Any, op0: Any, operand0: Any, op1: Any, operand1: Any, reverse0: bool = False,
+    reverse1: bool = False, name: Any = None,
 ) -> None:  # fmt: skip
     """dst = (data op0 operand0) op1 operand1, operand1 a full tile."""
     m = current()
@@ -611,10 +610,11 @@ _COMPARISONS = ("equal", "less", "less_equal", "greater", "greater_equal")
 
 @instruction
 def range_select(
-    dst: Any, on_true_tile: Any, comp_op0: Any, comp_op1: Any, bound0: Any, bound1: Any, reduce_cmd: Any = Command.reset_reduce,
-    reduce_res: Any = None, reduce_op: Any = None, range_start: int = 0, on_false_value: Any = FP32_MIN, name: Any = None,
+    dst: Any, on_true_tile: Any, comp_op0: Any, comp_op1: Any, bound0: Any, bound1: Any,
+    reduce_cmd: Any = Command.reset_reduce, reduce_res: Any = None, reduce_op: Any = BY_NAME["maximum"],
+    range_start: int = 0, on_false_value: Any = FP32_MIN, name: Any = None,
 ) -> None:  # fmt: skip
-    """Keep the elements whose index satisfies both comparisons with the (P, 1) bounds, FP32_MIN elsewhere; max-reduce."""
+    """Keep the elements whose index satisfies both comparisons with the (P, 1) bounds, FP32_MIN elsewhere."""
     m = current()
     if m.checks and m.target.gen < 3:
         m.fail(48, "range_select exists from trn2 on")
@@ -643,8 +643,6 @@ def range_select(
         ops[1].function(index, m.f32("bound1", high).reshape(-1, 1)) != 0
     )
     values = np.where(keep, m.f32("on_true_tile", tile).reshape(tile.shape[0], -1), np.float32(FP32_MIN))
-    from .operators import BY_NAME
-
     state = accumulate_registers(m, reduce_cmd, BY_NAME["maximum"], values)
     m.write(dst, values)
     m.emit(VECTOR, write_registers(m, dst, tile, reduce_res, state), (tile, low, high))
@@ -653,7 +651,7 @@ def range_select(
 @instruction
 def select_reduce(
     dst: Any, predicate: Any, on_true: Any, on_false: Any, reduce_res: Any = None, reduce_cmd: Any = Command.idle,
-    reduce_op: Any = None, reverse_pred: bool = False, name: Any = None,
+    reduce_op: Any = BY_NAME["maximum"], reverse_pred: bool = False, name: Any = None,
 ) -> None:  # fmt: skip
     """dst = where(predicate, on_true, on_false), with an optional running max per partition."""
     m = current()
@@ -674,8 +672,6 @@ def select_reduce(
         chosen = ~chosen
     values = np.where(chosen, m.f32("on_true", on_true), other).astype(np.float32, copy=False)
     reads = (predicate, on_true) if tensor is None else (predicate, on_true, tensor)
-    from .operators import BY_NAME
-
     if reduce_cmd is Command.idle:
         m.vector_registers_valid = False  # documented: idle may still disturb the accumulators
         if reduce_res is not None:
