@@ -390,7 +390,7 @@ def _format_number(fmt: RecordFormat) -> int:
     raise FormatError(f"PagedCache.geometry: format must be one of {', '.join(FORMATS)}, got {fmt}.")
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@config.constant_in_graphs
 def _configured_layout() -> tuple[str, int]:
     """(layout, e4m3 cap) of caches that come as bare tensors; a compiled graph keeps what it was traced with."""
     return config.get("SPARSE_MLA_LAYOUT"), config.get("SPARSE_MLA_E4M3_MAX")

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One operator, several backends: the whole dispatch.
 
-An `Op` holds implementations in priority order. Each declares `Limits` (data) and may add one function for a rule across
-arguments; both answer with sentences, never with a bare False. `select` takes the first implementation without a
+An `Op` holds implementations in priority order. Each declares `Limits` (data) and may add one function for a rule
+across arguments; both answer with sentences, never with a bare False. `select` takes the first implementation without a
 refusal, or raises with everybody's reasons; `explain` returns the same table before the call.
 
-Everything here is plain Python over shapes, dtypes and devices, so `torch.compile(fullgraph=True)` traces through it. What is
-opaque to the compiler is the implementation: `opaque(...)` registers it as the torch operator `sparse_mla::<stem>_<backend>`.
+Everything here is plain Python over shapes, dtypes and devices, so `torch.compile(fullgraph=True)` traces through it.
+What is opaque to the compiler is the implementation: `opaque(...)` registers it as the torch operator
+`sparse_mla::<stem>_<backend>`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ WITHIN_2X_BF16 = Tolerance("within_2x_bf16", 2.0, "P is rounded to bfloat16 befo
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What an implementation accepts, as data. None means no limit. Each field is compared with the property of the same meaning
+    """What an implementation accepts, as data. None means no limit. Each field is compared with the property of the
+    same meaning
     of the call record (`num_heads`, `formats`, `layouts`, `out_dtype`, `num_rows`, `topk`), where the record has it."""
 
     max_heads: int | None = None
@@ -81,10 +83,10 @@ class Limits:
             for name in call.layouts:
                 if name not in self.layouts:
                     reasons.append(f"page layout must be one of {', '.join(sorted(self.layouts))}, got {name}")
-        if self.out_dtypes is not None and getattr(call, "out_dtype", None) is not None:
-            if call.out_dtype not in self.out_dtypes:
-                names = ", ".join([str(d).removeprefix("torch.") for d in self.out_dtypes])
-                reasons.append(f"out_dtype must be one of {names}, got {str(call.out_dtype).removeprefix('torch.')}")
+        out_dtype = getattr(call, "out_dtype", None)
+        if self.out_dtypes is not None and out_dtype is not None and out_dtype not in self.out_dtypes:
+            names = ", ".join([str(d).removeprefix("torch.") for d in self.out_dtypes])
+            reasons.append(f"out_dtype must be one of {names}, got {str(out_dtype).removeprefix('torch.')}")
         if self.max_rows is not None and call.num_rows > self.max_rows:
             reasons.append(f"at most {self.max_rows} query rows, got {call.num_rows}")
         if self.max_topk is not None and call.topk > self.max_topk:
@@ -167,7 +169,8 @@ OPS: dict[str, Op] = {}
 
 @dataclass(eq=False)
 class Op:
-    """One operator: its stem, the class of its call record, and its implementations in priority order within each backend."""
+    """One operator: its stem, the class of its call record, and its implementations in priority order within each
+    backend."""
 
     stem: str
     call_type: type[Any]
@@ -185,7 +188,8 @@ class Op:
         rule: Callable[[Any], list[str]] | None = None,
         torch_form: bool = False,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Register the decorated function under each backend named. With several backends it receives the backend's name
+        """Register the decorated function under each backend named. With several backends it receives the backend's
+        name
         as the keyword `backend`, since the same launch then differs only in who executes it."""
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -251,7 +255,8 @@ class Op:
 
 
 def explain(stem: str, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
-    """What `sparse_mla.<stem>(*args, **kwargs)` would do, without doing it: which implementation runs and why others refuse.
+    """What `sparse_mla.<stem>(*args, **kwargs)` would do, without doing it: which implementation runs and why others
+    refuse.
 
     Raises what the call itself would raise for a bad argument."""
     if stem not in OPS:
@@ -276,16 +281,17 @@ def backend_module(name: str) -> ModuleType | None:
 _PRESENCE: dict[str, str] = {}
 
 
-@torch.compiler.assume_constant_result
+@config.constant_in_graphs
 def presence(name: str) -> str:
-    """"" when the backend can run on this machine, else one sentence that says what is missing. Asked once per process."""
+    """ "" when the backend can run on this machine, else one sentence that says what is missing. Asked once per
+    process."""
     if name not in _PRESENCE:
         module = backend_module(name)
         _PRESENCE[name] = "" if module is None else module.presence()
     return _PRESENCE[name]
 
 
-@torch.compiler.assume_constant_result
+@config.constant_in_graphs
 def default_backend() -> str:
     """SPARSE_MLA_BACKEND as it is now; a compiled graph keeps the value it was traced with."""
     return str(config.get("SPARSE_MLA_BACKEND"))
@@ -323,7 +329,7 @@ def _bind_backend(function: Callable[..., Any], backend: str) -> Callable[[Any],
 _WARNED: set[str] = set()
 
 
-@torch.compiler.assume_constant_result
+@config.constant_in_graphs
 def _warn_once(text: str, key: str) -> bool:
     if key not in _WARNED:
         _WARNED.add(key)
@@ -336,7 +342,9 @@ def _warn_reference(stem: str, refused: Sequence[tuple[Implementation, list[str]
     said = [(c, r) for c, r in refused if not (len(r) == 1 and r[0].startswith("tensors must be on "))]
     if said:
         listed = " ".join([f"{c.name}: {'; '.join(r)}." for c, r in said])
-        _warn_once(f"{stem}: running on the slow reference backend because the faster ones refuse. {listed}", "reference")
+        _warn_once(
+            f"{stem}: running on the slow reference backend because the faster ones refuse. {listed}", "reference"
+        )
 
 
 # --- opaque operators ------------------------------------------------------------------------------------------------
@@ -348,7 +356,8 @@ DISPATCH_KEY = "CompositeExplicitAutograd"  # one plain implementation for every
 def opaque(
     stem: str, backend: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Register `function` as the torch operator `sparse_mla::<stem>_<backend>` with the argument list `schema`, opaque to the
+    """Register `function` as the torch operator `sparse_mla::<stem>_<backend>` with the argument list `schema`,
+    opaque to the
     compiler; `fake` computes the outputs' shapes. Returns the callable operator."""
     name = f"{stem}_{backend}"
     _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.needs_exact_strides,))

@@ -13,8 +13,6 @@ import importlib.util
 import sys
 from types import ModuleType
 
-import torch
-
 from .. import config
 from ..errors import ArgumentError, SparseMlaError
 
@@ -70,13 +68,13 @@ def uninstall() -> None:
     _chosen_layout = _chosen_cap = None
 
 
-@torch.compiler.assume_constant_result
+@config.constant_in_graphs
 def cache_layout() -> str:
     """Layout of the main caches given to the drop-ins; a compiled graph keeps the value it was traced with."""
     return str(config.get("SPARSE_MLA_LAYOUT")) if _chosen_layout is None else _chosen_layout
 
 
-@torch.compiler.assume_constant_result
+@config.constant_in_graphs
 def cache_e4m3_max() -> int:
     """e4m3 cap of the main caches given to the drop-ins; a compiled graph keeps the value it was traced with."""
     return int(config.get("SPARSE_MLA_E4M3_MAX")) if _chosen_cap is None else _chosen_cap

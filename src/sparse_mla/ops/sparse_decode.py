@@ -139,13 +139,13 @@ class SparseDecodeCall(NamedTuple):
         )
 
 
-@torch.compiler.assume_constant_result
+@config.constant_in_graphs
 def config_memory_limit() -> int:
     """SPARSE_MLA_MEMORY_LIMIT now; a compiled graph keeps the value it was traced with."""
     return int(config.get("SPARSE_MLA_MEMORY_LIMIT"))
 
 
-@torch.compiler.assume_constant_result
+@config.constant_in_graphs
 def checks_on() -> bool:
     """SPARSE_MLA_CHECKS now; a compiled graph keeps the value it was traced with."""
     return bool(config.get("SPARSE_MLA_CHECKS"))
@@ -263,23 +263,23 @@ def attend_rows(
     top = torch.full((n, h), float("-inf"), dtype=math, device=q.device)
     for row in range(n):
         query = q[row].to(math)
-        peak = total = acc = None
+        state: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # peak [h], sum [h], P @ V [h, d]
         for keys in keys_of_row(row):
             keys = keys.to(math)
             logits = torch.mm(query, keys.t()) * softmax_scale  # [h, keys]
             chunk_peak = logits.amax(dim=1)
-            if peak is None:
+            if state is None:
                 p = torch.exp(logits - chunk_peak[:, None])
-                peak, total, acc = chunk_peak, p.sum(dim=1), torch.mm(p, keys)
+                state = chunk_peak, p.sum(dim=1), torch.mm(p, keys)
                 continue
+            peak, total, acc = state
             new_peak = torch.maximum(peak, chunk_peak)
             p = torch.exp(logits - new_peak[:, None])
             rescale = torch.exp(peak - new_peak)
-            total = total * rescale + p.sum(dim=1)
-            acc = acc * rescale[:, None] + torch.mm(p, keys)
-            peak = new_peak
-        if peak is None:
+            state = new_peak, total * rescale + p.sum(dim=1), acc * rescale[:, None] + torch.mm(p, keys)
+        if state is None:
             continue
+        peak, total, acc = state
         row_lse = peak + torch.log(total)
         result = acc / total[:, None]
         if attn_sink is not None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that every operator's call record shares: rank, sizes, dtype, device, grad. One sentence each, no values read.
 
-A shape is written as the docs write it, `"b s_q h_q 512"`: a number must match, a letter is bound on first use and must agree
-afterwards, `_` takes anything. The bindings are a plain dict, so later arguments are checked against earlier ones.
+A shape is written as the docs write it, `"b s_q h_q 512"`: a number must match, a letter is bound on first use and must
+agree afterwards, `_` takes anything. The bindings are a plain dict, so later arguments are checked against earlier
+ones.
 """
 
 from __future__ import annotations
@@ -26,11 +27,21 @@ def shape_text(value: torch.Tensor | Iterable[int]) -> str:
 
 
 # What a wrong last dimension usually means.
-_WIDTH_CAUSES = {576: "576 is the V3.2 head width", 448: "448 is the part without rope", 192: "192 is a plain MLA head width"}
+_WIDTH_CAUSES = {
+    576: "576 is the V3.2 head width",
+    448: "448 is the part without rope",
+    192: "192 is a plain MLA head width",
+}
 
 
 def tensor(
-    op: str, name: str, value: object, shape: str, dtypes: tuple[torch.dtype, ...], sizes: dict[str, int], cause: str = ""
+    op: str,
+    name: str,
+    value: object,
+    shape: str,
+    dtypes: tuple[torch.dtype, ...],
+    sizes: dict[str, int],
+    cause: str = "",
 ) -> None:
     """Raise unless `value` is a dense tensor of that shape and dtype that needs no gradient."""
     if not isinstance(value, torch.Tensor):
@@ -52,7 +63,9 @@ def tensor(
         if size != wanted:
             why = cause or (_WIDTH_CAUSES.get(int(size), "") if wanted == 512 else "")
             bound = "" if letter.isdigit() else f" with {letter} = {wanted} from an earlier argument"
-            raise ShapeError(f"{op}: {name} must be [{', '.join(letters)}]{bound}, got {shape_text(value)}{_because(why)}")
+            raise ShapeError(
+                f"{op}: {name} must be [{', '.join(letters)}]{bound}, got {shape_text(value)}{_because(why)}"
+            )
     if value.dtype not in dtypes:
         wanted_names = " or ".join([dtype_name(d) for d in dtypes])
         raise DTypeError(f"{op}: {name} must be {wanted_names}, got {dtype_name(value.dtype)}.")
