@@ -151,9 +151,9 @@ def flash_mla_sparse_fwd(
 def _scope(op: str, name: str, cache: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None) -> KVScope:
     """One scope over a bare cache tensor, in the layout the drop-ins were told."""
     try:
-        paged = PagedCache.of(cache, layout=cache_layout(), e4m3_max=cache_e4m3_max())
+        paged = PagedCache.of(cache, layout=cache_layout(), e4m3_max=cache_e4m3_max(), op=op, argument=name)
     except SparseMlaError as error:
-        raise renamed(error, {"PagedCache:": f"{op}:", "data": name}) from None
+        raise renamed(error, {"PagedCache: data": f"{op}: {name}", "PagedCache:": f"{op}: {name}:"}) from None
     accepted = (V41_FP8,) if name == "k_cache" else (V41_FP8, V41_FP4)
     if paged.format not in accepted:
         listed = " or ".join([f"{fmt.record_bytes} bytes ({fmt.name})" for fmt in accepted])

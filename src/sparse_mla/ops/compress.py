@@ -329,7 +329,7 @@ def check_decode_step(
     starts = torch.ones_like(live)
     starts[1:] = ~same
     first_of_run = slots[starts & live]
-    if first_of_run.unique().numel() != first_of_run.numel():
+    if torch.unique(first_of_run).numel() != first_of_run.numel():
         raise StateError(
             f"{op}: rows of one sequence must be consecutive, got a state slot in two separate runs of rows."
         )
@@ -389,7 +389,7 @@ def prefill_plan(
         bad = int(slots[(slots < -1) | (slots >= num_slots)][0])
         raise SlotRangeError(f"{op}: state_slots must be -1 or below {num_slots}, got {bad}.")
     live = slots[slots >= 0]
-    if live.unique().numel() != live.numel():
+    if torch.unique(live).numel() != live.numel():
         raise StateError(f"{op}: each state slot must appear once in a prefill, got {slots.tolist()}.")
     first = history // ratio
     closed = context_lens // ratio - first

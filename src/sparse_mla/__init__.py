@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSeek-V4.1 sparse attention for Trainium and any CPU: the operators, the caches they read, and which backend
+runs them.
+
+Importing this package imports torch and nothing else of weight: no device is started and the native extension is not
+loaded.
+"""
+
+from .caches import KVScope, PagedCache
+from .dispatch import OPS, explain
+from .errors import SparseMlaError
+from .formats import BF16, INDEX_FP4, INDEX_FP8, INDEX_FP8_FP32, V41_FP4, V41_FP8, decode, encode
+from .ops.candidate_blocks import candidate_blocks
+from .ops.compress import CompressorState, CompressOutput, compress
+from .ops.index_logits import index_logits
+from .ops.index_topk import index_topk
+from .ops.load_records import load_records
+from .ops.merge_partials import merge_partials
+from .ops.rope import YarnConfig, rope, rope_table
+from .ops.softmax_pool import softmax_pool
+from .ops.sparse_decode import AttnOutput, sparse_decode
+from .ops.sparse_prefill import PrefillOutput, sparse_prefill
+from .ops.store_records import store_records
+from .ops.topk import topk
+
+__all__ = [
+    "BF16",
+    "INDEX_FP4",
+    "INDEX_FP8",
+    "INDEX_FP8_FP32",
+    "OPS",
+    "V41_FP4",
+    "V41_FP8",
+    "AttnOutput",
+    "CompressOutput",
+    "CompressorState",
+    "KVScope",
+    "PagedCache",
+    "PrefillOutput",
+    "SparseMlaError",
+    "YarnConfig",
+    "candidate_blocks",
+    "compress",
+    "decode",
+    "encode",
+    "explain",
+    "index_logits",
+    "index_topk",
+    "load_records",
+    "merge_partials",
+    "rope",
+    "rope_table",
+    "softmax_pool",
+    "sparse_decode",
+    "sparse_prefill",
+    "store_records",
+    "topk",
+]
