@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .config import constant_in_graphs
 from .errors import ArgumentError, DTypeError, FormatError, NonFiniteError, ShapeError
 
 __all__ = [
@@ -536,7 +537,7 @@ def _lookup(codes: Tensor, table: Tensor) -> Tensor:
 _TABLES: dict[tuple[Any, ...], Tensor] = {}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _code_table(device: torch.device) -> Tensor:
     """[256] float32: the value of every e4m3 code. NaN codes keep their sign bit."""
     key = ("codes", device)
@@ -546,7 +547,7 @@ def _code_table(device: torch.device) -> Tensor:
     return _TABLES[key]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _product_table(
     element: NumberFormat, scale: NumberFormat, nan: str, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
