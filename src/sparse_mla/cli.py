@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `sparse-mla`: what is here, is it right, what does it do, how fast is it. Each command is a few lines
+over the library."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+
+try:
+    import click
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+except ModuleNotFoundError as missing:
+    raise SystemExit(
+        f"sparse-mla: the command needs click and rich ({missing.name} is not installed): pip install 'sparse-mla[cli]'"
+    ) from None
+
+from .dispatch import BACKENDS
+from .errors import SparseMlaError
+
+__all__ = ["main"]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="sparse-mla")
+def commands() -> None:
+    """DeepSeek-V4.1 sparse attention on Trainium and on any CPU."""
+
+
+@commands.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for a bug report.")
+def info(as_json: bool) -> None:
+    """Versions, CPU target, threads, backends with reasons, configuration."""
+    from .info import info as collect
+
+    report = collect()
+    click.echo(json.dumps(report.as_dict(), indent=2) if as_json else str(report))
+
+
+@commands.command()
+@click.option("--op", help="Only this operator.")
+@click.option("--backend", type=click.Choice(BACKENDS), help="Only this backend; the default is every one present.")
+@click.option("--case", "case_name", help="Only cases whose name contains this.")
+@click.option("--full", is_flag=True, help="The whole matrix; takes long.")
+def check(op: str | None, backend: str | None, case_name: str | None, full: bool) -> None:
+    """Compare every implementation with the float64 result, over all cases. Exit code 1 if one fails."""
+    from .testing.cases import select
+    from .testing.check import Outcome, plan, require, run_case
+
+    require(op, backend)
+    pairs = plan(select(op, case_name, full=full), backend)
+    if not pairs:
+        raise click.ClickException("no case matches.")
+    counts: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    failures: list[Outcome] = []
+    refusals: dict[tuple[str, str], int] = defaultdict(int)
+    with _progress() as progress:
+        task = progress.add_task("checking", total=len(pairs))
+        for implementation, case in pairs:
+            progress.update(task, description=f"{case.op} {implementation.name}")
+            outcome = run_case(implementation, case)
+            counts[outcome.op, outcome.implementation][outcome.state] += 1
+            if outcome.state == "failed":
+                failures.append(outcome)
+            elif outcome.state == "refused":
+                refusals[outcome.implementation, "; ".join(outcome.reasons)] += 1
+            progress.advance(task)
+    table = _table("operator", "implementation", "passed", "refused", "failed")
+    for (stem, name), states in sorted(counts.items()):
+        table.add_row(stem, name, *[str(states[s]) for s in ("passed", "refused", "failed")])
+    console = Console()
+    console.print(table)
+    for (name, sentence), number in sorted(refusals.items()):
+        console.print(f"{name} refuses {number}: {sentence}", markup=False)
+    for outcome in failures:
+        reasons = "\n    ".join(outcome.reasons)
+        console.print(f"FAILED {outcome.implementation} {outcome.op}/{outcome.case}\n    {reasons}", markup=False)
+    sys.exit(1 if failures else 0)
+
+
+def _progress() -> Progress:
+    # On standard error, so that a table or JSON can be piped.
+    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _table(*columns: str) -> Table:
+    table = Table()
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < 2 else "right")
+    return table
+
+
+def main() -> None:
+    """Entry point: a mistake of the caller is one sentence on standard error and exit code 1."""
+    try:
+        commands()
+    except SparseMlaError as error:
+        raise SystemExit(f"sparse-mla: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How time is taken, and the four roofs of the machine, measured in the same run as what is compared with them.
+
+Contestants take turns round by round, so a machine that slows down slows all of them; ratios are medians of the ratios
+within a round. Absolute times drift by 15 % over an hour on a quiet machine and mean little on a busy one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from ..dispatch import backend_module, presence
+
+__all__ = ["Roofs", "Timing", "interleave", "measure_gather", "measure_roofs", "num_threads"]
+
+Action = Callable[[int], object]  # called with a running number, to rotate inputs
+
+
+class Timing(NamedTuple):
+    """Microseconds per call of one contestant, one value per round."""
+
+    rounds_us: tuple[float, ...]
+
+    @property
+    def median_us(self) -> float:
+        return statistics.median(self.rounds_us)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles, relative to the median: the noise of this measurement."""
+        if len(self.rounds_us) < 3:
+            return 0.0
+        low, _, high = statistics.quantiles(self.rounds_us, n=4)
+        return (high - low) / 2 / self.median_us
+
+    def ratio_to(self, other: Timing) -> float:
+        """How many times longer `other` takes: the median over rounds, each measured back to back."""
+        return statistics.median(theirs / ours for ours, theirs in zip(self.rounds_us, other.rounds_us, strict=True))
+
+
+def interleave(contestants: Mapping[str, Action], *, rounds: int = 7, min_seconds: float = 0.03) -> dict[str, Timing]:
+    """Time all contestants in turns. Each turn repeats the call until `min_seconds` have passed, at least once."""
+    repeats = {}
+    for name, action in contestants.items():
+        action(0)  # compiles, allocates, warms
+        begin = time.perf_counter()
+        action(1)
+        repeats[name] = max(1, min(100_000, round(min_seconds / max(time.perf_counter() - begin, 1e-7))))
+    taken: dict[str, list[float]] = {name: [] for name in contestants}
+    number = 2
+    for _ in range(rounds):
+        for name, action in contestants.items():
+            count = repeats[name]
+            begin = time.perf_counter()
+            for i in range(number, number + count):
+                action(i)
+            taken[name].append((time.perf_counter() - begin) / count * 1e6)
+            number += count
+    return {name: Timing(tuple(values)) for name, values in taken.items()}
+
+
+@contextmanager
+def num_threads(count: int) -> Iterator[None]:
+    """torch's threads, which every backend follows, for the length of a `with` block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Roofs(NamedTuple):
+    """What this machine can do at most, at one thread count. None: not measurable here."""
+
+    peak_gflops: float | None  # register-only loop of the native target's widest dot or FMA
+    gemm_gflops: float  # torch bfloat16 2048^3, which is oneDNN
+    read_gbs: float
+    copy_gbs: float  # bytes read plus bytes written
+
+
+GEMM_SIZE = 2048
+STREAM_BYTES = 1 << 28  # beyond any cache this library meets
+
+
+def measure_roofs(threads: int, *, rounds: int = 5) -> Roofs:
+    """The roofs that do not depend on a case. `gather_gbs` is measured per record size and footprint."""
+    with num_threads(threads):
+        a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE).to(torch.bfloat16) for _ in range(2))
+        source = torch.ones(STREAM_BYTES // 4, dtype=torch.float32)
+        target = torch.empty_like(source)
+        taken = interleave(
+            {
+                "gemm": lambda _: torch.mm(a, b),
+                "read": lambda _: source.sum(),
+                "copy": lambda _: target.copy_(source),
+            },
+            rounds=rounds,
+            min_seconds=0.0,
+        )
+        best = {name: min(timing.rounds_us) for name, timing in taken.items()}
+        return Roofs(
+            peak_gflops=_peak_gflops(threads),
+            gemm_gflops=2 * GEMM_SIZE**3 / best["gemm"] / 1e3,
+            read_gbs=STREAM_BYTES / best["read"] / 1e3,
+            copy_gbs=2 * STREAM_BYTES / best["copy"] / 1e3,
+        )
+
+
+def _peak_gflops(threads: int) -> float | None:
+    """The native extension's own loop over registers, where it offers one."""
+    if presence("native"):
+        return None
+    loop = getattr(backend_module("native"), "peak_gflops", None)
+    return None if loop is None else float(loop(threads))
+
+
+def measure_gather(record_bytes: int, footprint_bytes: int, threads: int, *, rounds: int = 5) -> float:
+    """GB/s of reading random records of that size from that much memory, written to a buffer that stays in the
+    cache."""
+    words = torch.int64 if record_bytes % 8 == 0 else torch.int32 if record_bytes % 4 == 0 else torch.uint8
+    count = max(1, footprint_bytes // record_bytes)
+    memory = torch.zeros(count, record_bytes // words.itemsize, dtype=words)
+    chosen = [torch.randint(0, count, (4096,)) for _ in range(32)]
+    buffer = torch.empty(4096, memory.shape[1], dtype=words)
+    with num_threads(threads):
+        action = {"gather": lambda i: torch.index_select(memory, 0, chosen[i % 32], out=buffer)}
+        taken = interleave(action, rounds=rounds, min_seconds=0.01)["gather"]
+    return 4096 * record_bytes / min(taken.rounds_us) / 1e3
