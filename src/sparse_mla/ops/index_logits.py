@@ -637,18 +637,17 @@ def _check_ranges(op: str, inputs: IndexInputs) -> None:
 
 
 def _check_contexts(op: str, inputs: IndexInputs, cache: PagedCache, table: torch.Tensor) -> None:
-    lowest = int(inputs.ends.min())
-    if lowest < 0:
-        raise SlotRangeError(f"{op}: keys.context_lens must be >= 0, got {lowest}.")
-    scored = inputs.ends if inputs.width is None else inputs.ends.clamp(max=inputs.width)
     room = table.shape[1] * cache.page_size
+    bad = (inputs.ends < 0) | (inputs.ends > room)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0, 0])
+        raise SlotRangeError(
+            f"{op}: keys.context_lens must be between 0 and {room}, which {table.shape[1]} table columns of "
+            f"{cache.page_size} keys hold, got {int(inputs.ends[row])} at query row {row}."
+        )
+    scored = inputs.ends if inputs.width is None else inputs.ends.clamp(max=inputs.width)
     longest = scored.reshape(-1, inputs.rows_per_table).amax(dim=1).tolist()
     for element, length in enumerate(longest):
-        if length > room:
-            raise SlotRangeError(
-                f"{op}: keys.context_lens must be at most {room}, which is what {table.shape[1]} table columns of "
-                f"{cache.page_size} keys hold, got {length} at batch element {element}."
-            )
         used = table[element, : -(-length // cache.page_size)]
         bad = (used < 0) | (used >= cache.num_blocks)
         if bool(bad.any()):
