@@ -100,11 +100,12 @@ def test_docstring_sections_stand_in_order(stem: str) -> None:
         f"{stem}: the sections of a docstring are {', '.join(SECTIONS)}"
     )
     assert found == [s for s in SECTIONS if s in found], f"{stem}: put the sections in the order {', '.join(SECTIONS)}"
-    for required in ("Args", "Returns", "Raises"):
+    returns = inspect.signature(function).return_annotation not in (None, "None")
+    for required in ("Args", *(["Returns"] if returns else []), "Raises"):
         assert required in found, f"{stem}: the docstring needs a section {required}:"
     summary = text.splitlines()[0]
     assert re.fullmatch(r".{20,}\.", summary), f"{stem}: begin with one sentence that says what it does"
-    arguments = text[text.index("\nArgs:") : text.index("\nReturns:")]
+    arguments = text[text.index("\nArgs:") : text.index("\nReturns:" if returns else "\nRaises:")]
     for name in inspect.signature(function).parameters:
         assert re.search(rf"\b{name}\b", arguments), f"{stem}: say in Args: what {name} is"
 
@@ -152,43 +153,44 @@ def _imported(path: Path) -> Iterator[tuple[str, int]]:
                 yield parts[1], node.lineno
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_name)
-def test_imports_go_down_only(path: Path) -> None:
-    relative = path.relative_to(SOURCE)
-    here = relative.parts[0].removesuffix(".py")
-    if here == "__init__":
-        return
-    level = _layer(here)
-    for target, line in _imported(path):
-        if not ((SOURCE / target).is_dir() or (SOURCE / f"{target}.py").exists()):
-            continue  # a name of the package's own namespace, or the compiled part
-        assert _layer(target) <= level, (
-            f"{_name(path)}:{line} imports {target}, which is above {here}; move what it needs down"
-        )
-        if here in ONLY:
-            assert target in ONLY[here], f"{_name(path)}:{line}: {here} may import only {', '.join(sorted(ONLY[here]))}"
+def test_imports_go_down_only() -> None:
+    wrong = []
+    for path in MODULES:
+        here = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if here == "__init__":
+            continue
+        level = _layer(here)
+        for target, line in _imported(path):
+            if not ((SOURCE / target).is_dir() or (SOURCE / f"{target}.py").exists()):
+                continue  # a name of the package's own namespace, or the compiled part
+            where = f"{_name(path)}:{line}"
+            if _layer(target) > level:
+                wrong.append(f"{where} imports {target}, which is above {here}; move what it needs down")
+            if here in ONLY and target not in ONLY[here]:
+                wrong.append(f"{where}: {here} may import only {', '.join(sorted(ONLY[here]))}, not {target}")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_name)
-def test_environment_is_read_in_one_file(path: Path) -> None:
-    if path.name == "config.py" and path.parent == SOURCE:
-        return
-    for node in ast.walk(ast.parse(path.read_text())):
-        name = node.attr if isinstance(node, ast.Attribute) else node.name if isinstance(node, ast.alias) else ""
-        assert name not in ("environ", "getenv", "putenv"), (
-            f"{_name(path)}: read the variable through config.get(...); declare it in config.py"
-        )
+def test_environment_is_read_in_one_file() -> None:
+    wrong = []
+    for path in MODULES:
+        if path == SOURCE / "config.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.attr if isinstance(node, ast.Attribute) else node.name if isinstance(node, ast.alias) else ""
+            if name in ("environ", "getenv", "putenv"):
+                wrong.append(f"{_name(path)}: read the variable through config.get(...); declare it in config.py")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_name)
-def test_package_does_not_import_test_tools(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-        for name in names:
-            assert name.split(".")[0] not in ("pytest", "hypothesis"), (
-                f"{_name(path)}: shipped code never imports {name}"
-            )
+def test_package_does_not_import_test_tools() -> None:
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            for name in names:
+                tool = name.split(".")[0]
+                assert tool not in ("pytest", "hypothesis"), f"{_name(path)}: shipped code never imports {name}"
 
 
 def test_operators_raise_only_our_errors() -> None:
@@ -255,13 +257,14 @@ def test_import_is_quick_quiet_and_loads_nothing() -> None:
 # --- texts -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [p for p in _texts() if p.suffix in (".py", ".cc", ".h", ".inc")], ids=_name)
-def test_licence_line_comes_first(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    first = lines[1] if lines and lines[0].startswith("#!") else lines[0] if lines else ""
-    assert "SPDX-License-Identifier: Apache-2.0" in first, (
-        f"{_name(path)}: begin with the line SPDX-License-Identifier: Apache-2.0"
-    )
+def test_licence_line_comes_first() -> None:
+    wrong = []
+    for path in _texts():
+        lines = path.read_text(errors="replace").splitlines() if path.suffix in (".py", ".cc", ".h", ".inc") else []
+        first = lines[1:2] if lines and lines[0].startswith("#!") else lines[:1]
+        if first and "SPDX-License-Identifier: Apache-2.0" not in first[0]:
+            wrong.append(_name(path))
+    assert not wrong, f"begin with the line SPDX-License-Identifier: Apache-2.0: {', '.join(wrong)}"
 
 
 # In parts, so that this file does not hold what it forbids.
@@ -279,12 +282,16 @@ FORBIDDEN = {
 }
 
 
-@pytest.mark.parametrize("path", list(_texts()), ids=_name)
-def test_texts_are_meant_for_strangers(path: Path) -> None:
-    text = path.read_text(errors="replace")
-    for pattern, why in FORBIDDEN.items():
-        found = re.search(pattern, text, re.IGNORECASE if "issue" in pattern else 0)
-        assert not found, f"{_name(path)}:{text.count(chr(10), 0, found.start()) + 1} holds {found.group()!r}: {why}"
+def test_texts_are_meant_for_strangers() -> None:
+    wrong = []
+    for path in _texts():
+        text = path.read_text(errors="replace")
+        for pattern, why in FORBIDDEN.items():
+            found = re.search(pattern, text, re.IGNORECASE if "issue" in pattern else 0)
+            if found:
+                line = text.count("\n", 0, found.start()) + 1
+                wrong.append(f"{_name(path)}:{line} holds {found.group()!r}: {why}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_configuration_names_are_ours_or_an_engines() -> None:

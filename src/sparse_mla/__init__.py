@@ -10,6 +10,7 @@ from .caches import KVScope, PagedCache
 from .dispatch import OPS, explain
 from .errors import SparseMlaError
 from .formats import BF16, INDEX_FP4, INDEX_FP8, INDEX_FP8_FP32, V41_FP4, V41_FP8, decode, encode
+from .info import info
 from .ops.candidate_blocks import candidate_blocks
 from .ops.compress import CompressorState, CompressOutput, compress
 from .ops.index_logits import index_logits
@@ -46,6 +47,7 @@ __all__ = [
     "explain",
     "index_logits",
     "index_topk",
+    "info",
     "load_records",
     "merge_partials",
     "rope",
