@@ -90,6 +90,163 @@ void merge(int target, int num_threads, nb::tuple outs, bool outs_float, nb::tup
     finish(status);
 }
 
+// The integers of a tuple, in order.
+struct Fields {
+    nb::tuple tuple;
+    size_t next = 0;
+    int64_t integer() { return nb::cast<int64_t>(tuple[next++]); }
+    template <typename T>
+    T* address() {
+        return reinterpret_cast<T*>(nb::cast<uintptr_t>(tuple[next++]));
+    }
+};
+
+// Runs a core function without the GIL; operators that write caches are not interrupted, the signal is delivered afterwards.
+template <typename Params>
+void run_core(Status (*function)(Params&), Params& params, bool deliver_signals = false) {
+    Status status;
+    {
+        const nb::gil_scoped_release release;
+        status = function(params);
+    }
+    finish(status);
+    if (deliver_signals && PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+// In the order of IndexParams.
+void read_index_params(Fields f, IndexParams& p) {
+    p.keys.kind = RecordKind(f.integer());
+    p.keys.data = f.address<const uint8_t>(), p.keys.scales = f.address<const uint8_t>();
+    p.keys.num_pages = f.integer(), p.keys.page_size = f.integer();
+    p.keys.data_page_stride = f.integer(), p.keys.scale_page_stride = f.integer();
+    p.keys.data_step = f.integer(), p.keys.scale_step = f.integer();
+    p.q = f.address<const uint8_t>(), p.q_stride_row = f.integer(), p.q_stride_head = f.integer();
+    p.q_sf = f.address<const uint8_t>(), p.q_sf_stride_row = f.integer(), p.q_sf_stride_head = f.integer();
+    p.weights = f.address<const void>(), p.weights_float = f.integer() != 0;
+    p.weights_stride_row = f.integer(), p.weights_stride_head = f.integer();
+    p.rows = f.integer(), p.heads = f.integer();
+    p.block_table = f.address<const int32_t>(), p.table_stride = f.integer(), p.table_width = f.integer(), p.rows_per_table = f.integer();
+    p.starts = f.address<const int32_t>(), p.ends = f.address<const int32_t>();
+    p.blocks = f.address<const int32_t>(), p.blocks_stride = f.integer(), p.num_blocks = f.integer();
+    p.block_size = f.integer(), p.blocks_from_row = f.integer() != 0;
+    p.width = f.integer(), p.score_float = f.integer() != 0;
+}
+
+// False: a key that would be read does not exist; nothing was written.
+bool index_logits(int target, int num_threads, bool checks, const nb::tuple& inputs, uintptr_t out, int64_t columns, int64_t out_stride) {
+    IndexLogitsParams p{};
+    read_index_params({inputs}, p);
+    p.out = reinterpret_cast<void*>(out), p.columns = columns, p.out_stride = out_stride;
+    p.plan = {num_threads, 0, &POLL_SIGNALS};
+    if (checks && !index_inputs_are_sound(p)) return false;
+    run_core(operators(target).index.index_logits, p);
+    return true;
+}
+
+// None: as above. Else (row, entry) of the first NaN score, (-1, -1) without one.
+nb::object index_topk(int target, int num_threads, bool checks, const nb::tuple& inputs, int64_t k, uintptr_t out, bool raise_on_nan) {
+    IndexTopkParams p{};
+    read_index_params({inputs}, p);
+    p.k = k, p.out = reinterpret_cast<int32_t*>(out), p.raise_on_nan = raise_on_nan;
+    p.plan = {num_threads, 0, &POLL_SIGNALS};
+    if (checks && !index_inputs_are_sound(p)) return nb::none();
+    run_core(operators(target).index.index_topk, p);
+    return nb::make_tuple(p.nan_row, p.nan_entry);
+}
+
+// -2: begin or end out of range, nothing was written. Else the first row with a NaN candidate, -1 without one.
+int64_t topk(int target, int num_threads, uintptr_t logits, bool logits_float, int64_t rows, int64_t n, int64_t row_stride, int64_t k,
+             uintptr_t begin, uintptr_t end, bool skip_neg_inf, uintptr_t out) {
+    TopkParams p{reinterpret_cast<const void*>(logits), logits_float, rows, n, row_stride, k, reinterpret_cast<const int32_t*>(begin),
+                 reinterpret_cast<const int32_t*>(end), skip_neg_inf, reinterpret_cast<int32_t*>(out), -1, {num_threads, 0, &POLL_SIGNALS}};
+    if (!topk_bounds_are_sound(p)) return -2;
+    run_core(operators(target).index.topk, p);
+    return p.nan_row;
+}
+
+int64_t candidate_blocks(int target, int num_threads, uintptr_t logits, bool logits_float, int64_t rows, int64_t n, int64_t row_stride,
+                         uintptr_t lengths, int64_t block_size, int64_t k, uintptr_t out) {
+    CandidateBlocksParams p{reinterpret_cast<const void*>(logits), logits_float, rows, n, row_stride, reinterpret_cast<const int32_t*>(lengths),
+                            block_size, k, reinterpret_cast<int32_t*>(out), -1, {num_threads, 0, &POLL_SIGNALS}};
+    if (!candidate_lengths_are_sound(p)) return -2;
+    run_core(operators(target).index.candidate_blocks, p);
+    return p.nan_row;
+}
+
+void softmax_pool(int target, int num_threads, const nb::tuple& fields) {
+    Fields f{fields};
+    SoftmaxPoolParams p{};
+    p.score = f.address<const float>(), p.latent = f.address<const float>();
+    p.n = f.integer(), p.ratio = f.integer(), p.dim = f.integer();
+    p.score_stride_n = f.integer(), p.score_stride_r = f.integer(), p.latent_stride_n = f.integer(), p.latent_stride_r = f.integer();
+    p.out = f.address<void>(), p.out_float = f.integer() != 0;
+    p.plan = {num_threads, 0, &POLL_SIGNALS};
+    run_core(operators(target).index.softmax_pool, p);
+}
+
+// False: the step is not legal and nothing was written.
+bool compress(int target, int num_threads, const nb::tuple& fields) {
+    Fields f{fields};
+    CompressParams p{};
+    p.score = f.address<const float>(), p.latent = f.address<const float>();
+    p.n = f.integer(), p.dim = f.integer(), p.score_stride = f.integer(), p.latent_stride = f.integer();
+    p.state = f.address<float>();
+    p.state_stride_slot = f.integer(), p.state_stride_ring = f.integer(), p.state_stride_plane = f.integer(), p.state_stride_dim = f.integer();
+    p.num_slots = f.integer(), p.ring = f.integer();
+    p.slots = f.address<const int64_t>(), p.context_lens = f.address<const int64_t>(), p.cu_seqlens_q = f.address<const int64_t>();
+    p.sequences = f.integer(), p.ratio = f.integer(), p.max_rows = f.integer(), p.num_out = f.integer();
+    p.rows = f.address<void>(), p.rows_float = f.integer() != 0;
+    p.closes = f.address<bool>(), p.positions = f.address<int32_t>(), p.owners = f.address<int32_t>();
+    p.plan = {num_threads, 0, nullptr};
+    if (!compress_step_is_sound(p)) return false;
+    run_core(operators(target).index.compress, p, true);
+    return true;
+}
+
+// False: a position has no row in the table; nothing was written.
+bool rope(int target, int num_threads, const nb::tuple& fields) {
+    Fields f{fields};
+    RopeParams p{};
+    p.x = f.address<const void>(), p.is_float = f.integer() != 0;
+    p.n = f.integer(), p.h = f.integer(), p.d = f.integer(), p.x_stride_n = f.integer(), p.x_stride_h = f.integer();
+    p.positions = f.address<const void>(), p.positions_long = f.integer() != 0;
+    p.table = f.address<const float>(), p.table_stride = f.integer(), p.max_pos = f.integer();
+    p.inverse = f.integer() != 0, p.out = f.address<void>();
+    p.plan = {num_threads, 0, &POLL_SIGNALS};
+    if (!rope_positions_are_sound(p)) return false;
+    run_core(operators(target).index.rope, p);
+    return true;
+}
+
+// (address, kind, page_size, block_stride, data_step, scale_base, scale_step, num_slots)
+RecordCache record_cache(const nb::tuple& t) {
+    Fields f{t};
+    uint8_t* data = f.address<uint8_t>();
+    const RecordKind kind = RecordKind(f.integer());
+    const int64_t page_size = f.integer(), block_stride = f.integer(), data_step = f.integer(), scale_base = f.integer();
+    const int64_t scale_step = f.integer(), num_slots = f.integer();
+    return {data, kind, page_size, block_stride, data_step, scale_base, scale_step, num_slots};
+}
+
+// 0: stored; 1: a slot is out of range; 2: a value is not finite. Nothing was written unless 0.
+int store_records(int target, int num_threads, const nb::tuple& cache, uintptr_t x, bool x_float, int64_t x_stride, uintptr_t slots,
+                  bool slots_long, int64_t n, int e4m3_max, int on_nonfinite) {
+    StoreParams p{record_cache(cache), reinterpret_cast<const void*>(x), x_float, x_stride, reinterpret_cast<const void*>(slots), slots_long, n,
+                  e4m3_max, Nonfinite(on_nonfinite), false, {num_threads, 0, nullptr}};
+    if (!slots_are_sound(p.slots, slots_long, n, p.cache.num_slots)) return 1;
+    run_core(operators(target).index.store_records, p, true);
+    return p.nonfinite_found ? 2 : 0;
+}
+
+// False: a slot is out of range; nothing was written.
+bool load_records(int target, int num_threads, const nb::tuple& cache, uintptr_t slots, bool slots_long, int64_t n, uintptr_t out, bool out_float) {
+    LoadParams p{record_cache(cache), reinterpret_cast<const void*>(slots), slots_long, n, reinterpret_cast<void*>(out), out_float,
+                 {num_threads, 0, &POLL_SIGNALS}};
+    if (!slots_are_sound(p.slots, slots_long, n, p.cache.num_slots)) return false;
+    run_core(operators(target).index.load_records, p);
+    return true;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -119,4 +276,20 @@ NB_MODULE(_native, m) {
     m.def("attention", &attention);
     m.def("merge_partials", &merge);
     m.def("is_forked_child", &is_forked_child);
+    m.def("index_logits", &index_logits);
+    m.def("index_topk", &index_topk);
+    m.def("index_topk_scratch_bytes", [](int target, int64_t rows, int64_t heads, int64_t k, int threads) {
+        return operators(target).index.index_topk_scratch(rows, heads, k, threads);
+    }, "Scratch of one index_topk call in bytes, all threads together.");
+    m.def("topk", &topk);
+    m.def("candidate_blocks", &candidate_blocks);
+    m.def("softmax_pool", &softmax_pool);
+    m.def("compress", &compress);
+    m.def("rope", &rope);
+    m.def("store_records", &store_records);
+    m.def("load_records", &load_records);
+    m.def("decode_index", [](int target, int kind, uintptr_t data, uintptr_t scales, uintptr_t out) {
+        operators(target).index.decode_index(RecordKind(kind), reinterpret_cast<const uint8_t*>(data), reinterpret_cast<const uint8_t*>(scales),
+                                             reinterpret_cast<float*>(out));
+    }, "One index record to 128 floats through the decoder of a target.");
 }

@@ -65,7 +65,4 @@ struct IndexTopkParams : IndexParams {
 // Every key a call will read exists: ranges inside the array, table entries inside the context are pages, candidate blocks ascend.
 bool index_inputs_are_sound(const IndexParams& params);
 
-// Scratch of one call in bytes, all threads together, the output not counted. Does not depend on the context's length.
-int64_t index_topk_scratch_bytes(int64_t rows, int64_t heads, int64_t k, int threads);
-
 }  // namespace sparse_mla

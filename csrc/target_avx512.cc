@@ -15,6 +15,7 @@ namespace {
 #include "attention_f32.inc"
 #include "attention.inc"
 #include "merge_partials.inc"
+#include "index_avx512.inc"
 #include "operators.inc"
 
 }  // namespace

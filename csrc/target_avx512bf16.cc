@@ -15,6 +15,7 @@ namespace {
 #include "attention_bf16.inc"
 #include "attention.inc"
 #include "merge_partials.inc"
+#include "index_avx512bf16.inc"
 #include "operators.inc"
 
 }  // namespace

@@ -10,6 +10,7 @@ namespace {
 #include "attention_f32.inc"
 #include "attention.inc"
 #include "merge_partials.inc"
+#include "index_portable.inc"
 #include "operators.inc"
 
 }  // namespace

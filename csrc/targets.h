@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu.h"
+#include "index_operators.h"
 #include "merge_partials.h"
 #include "sparse_decode.h"
 
@@ -16,6 +17,7 @@ struct Operators {
     void (*decode_record)(RecordKind kind, const uint8_t* data, const uint8_t* scales, float* out);
     // Register-only loop of the target's widest dot or FMA: runs `rounds` rounds, returns the floating point operations done.
     double (*peak_loop)(int64_t rounds);
+    IndexOperators index;
 };
 
 // Null when the target was not compiled for this architecture.
