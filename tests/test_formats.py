@@ -423,6 +423,10 @@ def test_shapes_and_views_of_records(fmt: RecordFormat) -> None:
     assert torch.equal(decode(strided, fmt), values)
     for dtype in (torch.int8, torch.float8_e4m3fn):
         assert torch.equal(decode(records.view(dtype), fmt), values)
+    odd = torch.zeros(fmt.record_bytes + 9, dtype=torch.uint8)
+    odd[3:-6] = records[1, 2]
+    assert torch.equal(decode(odd[3:-6], fmt), values[1, 2]), "one record at an odd address"
+    assert torch.equal(decode(odd[None, 3:-6], fmt)[0], values[1, 2])
     data, scales = split_record(records, fmt)
     assert data.shape[-1] == fmt.data_bytes
     assert scales.shape[-1] == fmt.scale_bytes

@@ -245,18 +245,24 @@ class PagedCache:
         return self.data.device
 
     def pages(self) -> Tensor:
-        """[num_blocks, page_bytes] uint8 view of the pages, without what lies between them."""
+        """[num_blocks, page_bytes] uint8 view of the pages, without what lies between them.
+
+        Slices and views only: an `as_strided` over a sliced graph input reads the wrong bytes under some compilers.
+        """
         data = self.data if self.data.dtype == torch.uint8 else self.data.view(torch.uint8)
         if data.dim() > 2:
-            return data.as_strided((self.num_blocks, self.page_bytes), (self.block_stride_bytes, 1))
-        offset = data.storage_offset() + self.region_offset
-        return data.as_strided((self.num_blocks, self.page_bytes), (self.block_stride_bytes, 1), offset)
+            return data.flatten(1)
+        if data.dim() == 2:
+            return data.narrow(1, self.region_offset, self.page_bytes)
+        if self.num_blocks == 0:
+            return data.new_empty((0, self.page_bytes))
+        start = self.region_offset
+        end = start + (self.num_blocks - 1) * self.block_stride_bytes + self.page_bytes
+        return data[start:end].unfold(0, self.page_bytes, self.block_stride_bytes)
 
     def as_tensor(self) -> Tensor:
         """[num_blocks, page_size, 1, record_bytes] uint8 view: the form upstream's functions take."""
-        shape = (self.num_blocks, self.page_size, 1, self.record_bytes)
-        pages = self.pages()
-        return pages.as_strided(shape, (self.block_stride_bytes, self.record_bytes, self.record_bytes, 1))
+        return self.pages().view(self.num_blocks, self.page_size, 1, self.record_bytes)
 
     def parts(self) -> tuple[tuple[Tensor, int], ...]:
         """The views that make up a record: ([num_blocks, page_size, n] uint8, first byte inside the record), each.
@@ -264,13 +270,12 @@ class PagedCache:
         One view for interleaved pages, data and scales apart for sectioned ones.
         """
         pages, fmt = self.pages(), self.format
-        blocks, page, stride = self.num_blocks, self.page_size, self.block_stride_bytes
+        blocks, page = self.num_blocks, self.page_size
         if not self.is_sectioned or fmt.scale_bytes == 0:
-            return ((pages.as_strided((blocks, page, fmt.record_bytes), (stride, fmt.record_bytes, 1)), 0),)
-        start = pages.storage_offset()
-        scale_start = start + page * fmt.data_bytes
-        data = pages.as_strided((blocks, page, fmt.data_bytes), (stride, fmt.data_bytes, 1), start)
-        scales = pages.as_strided((blocks, page, fmt.scale_bytes), (stride, fmt.scale_bytes, 1), scale_start)
+            return ((pages.view(blocks, page, fmt.record_bytes), 0),)
+        border = page * fmt.data_bytes
+        data = pages[:, :border].view(blocks, page, fmt.data_bytes)
+        scales = pages[:, border:].view(blocks, page, fmt.scale_bytes)
         return ((data, 0), (scales, fmt.data_bytes))
 
     def data_and_scales(self) -> tuple[Tensor, Tensor]:
@@ -607,8 +612,7 @@ def allocate(
     if stride < page_bytes:
         raise ArgumentError(f"allocate: block_stride must be at least the {page_bytes} bytes of a page, got {stride}.")
     pool = torch.zeros((num_blocks, stride), dtype=torch.uint8, device=device)
-    shape = (num_blocks, page_size, 1, fmt.record_bytes)
-    data = pool.as_strided(shape, (stride, fmt.record_bytes, fmt.record_bytes, 1))
+    data = pool[:, :page_bytes].view(num_blocks, page_size, 1, fmt.record_bytes)
     return PagedCache(data, fmt, page_size, layout=layout, e4m3_max=e4m3_max)
 
 

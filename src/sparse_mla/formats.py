@@ -501,11 +501,11 @@ def _dequantize(data: Tensor, scales: Tensor, fmt: RecordFormat, nan: str, dtype
     if dtype not in _DECODER_DTYPES:
         raise DTypeError(f"{op}: dtype must be bfloat16, float16, float32 or float64, got {_name(dtype)}.")
     if fmt.scale is None:
-        values = data.contiguous().view(torch.bfloat16)
+        values = _reinterpret(data, torch.bfloat16)
         return (values if nan == "ideal" else _zero_nan(values, values)).to(dtype)
     if fmt.scale is FLOAT32:
         values = _lookup(data, _code_table(data.device)).reshape(*data.shape[:-1], fmt.num_sf, fmt.elements_per_sf)
-        scale = scales.contiguous().view(torch.float32)[..., None]
+        scale = _reinterpret(scales, torch.float32)[..., None]
         if nan == "zero":
             values = _zero_nan(values, values)
             product = values * scale
@@ -520,6 +520,11 @@ def _dequantize(data: Tensor, scales: Tensor, fmt: RecordFormat, nan: str, dtype
         values = values.view(dtype)
     result: Tensor = values.reshape(*data.shape[:-1], fmt.elements)
     return result
+
+
+def _reinterpret(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes [..., n] as wider numbers. A single row counts as contiguous at any offset and stride, hence the copy."""
+    return data.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def _zero_nan(values: Tensor, sign: Tensor) -> Tensor:
