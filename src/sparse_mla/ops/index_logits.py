@@ -25,6 +25,7 @@ from ..dispatch import EXACT, Limits, Op, opaque
 from ..errors import ArgumentError, DTypeError, FormatError, ShapeError, SlotRangeError
 from ..formats import (
     FORMATS,
+    INDEX_DIM,
     INDEX_FP4,
     INDEX_FP8,
     INDEX_FP8_FP32,
@@ -464,6 +465,8 @@ def empty_logits(q: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -
 
 MAX_TILE = 4096  # keys decoded at once
 MIN_TILE = 64
+# Peak bytes per key of gathering and decoding to float64, measured; the test of `index_topk_workspace_size` holds them.
+_DECODE_BYTES = {INDEX_FP4.name: 1380, INDEX_FP8.name: 1700, INDEX_FP8_FP32.name: 2220}
 
 
 class ScoreTile(NamedTuple):
@@ -475,25 +478,27 @@ class ScoreTile(NamedTuple):
     scores: torch.Tensor  # [m] float32, or float64
 
 
-def tile_keys(num_heads: int, memory_limit: int) -> int:
-    """Keys per tile that fit a share of the limit: a power of two, so that nearby limits give the same tiles."""
-    per_key = key_bytes(num_heads)
+def tile_keys(fmt: RecordFormat, num_heads: int, memory_limit: int) -> int:
+    """Keys per tile that fit half of the limit: a power of two, so that nearby limits give the same tiles."""
     tile = MIN_TILE
-    while tile < MAX_TILE and 2 * tile * per_key <= memory_limit // 2:
+    while tile < MAX_TILE and 2 * tile * key_bytes(fmt, num_heads) <= memory_limit // 2:
         tile *= 2
     return tile
 
 
-def key_bytes(num_heads: int) -> int:
-    """Scratch bytes per key of a tile at its peak: values and indices of the decode, then two float64 products per
-    head."""
-    return 4096 + 20 * num_heads
+def key_bytes(fmt: RecordFormat, num_heads: int) -> int:
+    """Scratch bytes per key of a tile: the larger of its decode and of two float64 products per head beside the keys."""
+    return max(_DECODE_BYTES[fmt.name], INDEX_DIM * 8 + 16 * num_heads)
+
+
+def query_bytes(num_heads: int, state_bytes: int) -> int:
+    """Scratch bytes of a query row while its keys pass by: its decoded heads and the caller's state."""
+    return num_heads * (INDEX_DIM * 8 + 4) + state_bytes
 
 
 def group_rows(num_heads: int, state_bytes: int, memory_limit: int) -> int:
-    """Query rows that share one pass over the keys: their decoded queries and state stay inside a share of the
-    limit."""
-    return max(1, memory_limit // 4 // (num_heads * INDEX_FP8.elements * 8 + state_bytes))
+    """Query rows that share one pass over the keys: they fit a quarter of the limit."""
+    return max(1, memory_limit // 4 // query_bytes(num_heads, state_bytes))
 
 
 def row_groups(inputs: IndexInputs, memory_limit: int, state_bytes: int = 0) -> Iterator[range]:
@@ -507,7 +512,7 @@ def row_groups(inputs: IndexInputs, memory_limit: int, state_bytes: int = 0) -> 
 
 def score_tiles(inputs: IndexInputs, rows: range, math: torch.dtype, memory_limit: int) -> Iterator[ScoreTile]:
     """Every score of the rows of one group, tile by tile; tiles of one row come in ascending order of key."""
-    tile = tile_keys(inputs.num_heads, memory_limit)
+    tile = tile_keys(inputs.format, inputs.num_heads, memory_limit)
     ends = dict(zip(rows, inputs.ends[rows.start : rows.stop].tolist(), strict=True))
     starts = dict.fromkeys(rows, 0)
     if inputs.starts is not None:
@@ -538,6 +543,7 @@ def _dense_tiles(
             here, where = slice(a - first, b - first), slice(a - start, b - start)
             scores = queries[row].score(values[here], None if scale is None else scale[here])
             yield ScoreTile(row, where, where, scores)
+        del values, scale  # or two tiles of keys would be alive while the next one is decoded
 
 
 def _compact_tiles(
@@ -559,6 +565,7 @@ def _compact_tiles(
             entries = entries[columns]
             values, scale = _load(inputs, row, entries + start)
             yield ScoreTile(row, columns + block * size, entries, query.score(values, scale))
+            del values, scale
 
 
 def _load(inputs: IndexInputs, row: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -607,7 +614,7 @@ class _Query:
             half = (heads + 1) // 2
             terms[: heads - half] += terms[half:heads]
             heads = half
-        return terms[0]
+        return terms[0].clone()  # a view would keep all heads alive
 
 
 def check_values(op: str, inputs: IndexInputs) -> None:

@@ -24,8 +24,12 @@ from .index_logits import (
     PagedKeys,
     RaggedKeys,
     check_values,
+    group_rows,
+    key_bytes,
+    query_bytes,
     row_groups,
     score_tiles,
+    tile_keys,
 )
 from .sparse_decode import checks_on, config_memory_limit
 from .topk import ON_NAN, candidates_of, check_k, raise_nan, select_largest
@@ -216,6 +220,27 @@ def _reference(*args: Any) -> torch.Tensor:
 def state_bytes(k: int, logits_dtype: torch.dtype) -> int:
     """Scratch of one row between tiles: its best values and their indices."""
     return k * (logits_dtype.itemsize + 8)
+
+
+def _workspace(call: IndexTopkCall) -> int:
+    inputs = call.inputs
+    rows = inputs.num_rows if inputs.cache is None else inputs.rows_per_table
+    state = state_bytes(call.k, call.logits_dtype)
+    rows = min(rows, group_rows(inputs.num_heads, state, call.memory_limit))
+    if inputs.candidates is not None:
+        longest = inputs.candidates.blocks.shape[1] * inputs.candidates.block_size
+    elif inputs.cache is not None and inputs.block_table is not None:
+        longest = inputs.block_table.shape[1] * inputs.cache.page_size
+        longest = longest if inputs.width is None else min(longest, inputs.width)
+    else:
+        longest = inputs.keys.shape[0]
+    keys = min(longest, tile_keys(inputs.format, inputs.num_heads, call.memory_limit))
+    together = rows if inputs.candidates is None else min(rows, 1)  # rows with their own keys are scored one by one
+    queries = together * query_bytes(inputs.num_heads, 0) + rows * state
+    return queries + keys * key_bytes(inputs.format, inputs.num_heads)
+
+
+WORKSPACE["reference"] = _workspace
 
 
 def _fake(q: torch.Tensor, *args: Any) -> torch.Tensor:
