@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from sparse_mla.errors import ArgumentError, DTypeError, ShapeError, SlotRangeError
 from sparse_mla.ops.merge_partials import merge_partials
@@ -296,7 +297,7 @@ def test_opcheck(implementation):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_graph_for_any_number_of_rows(backend):
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     kv, sink = keys(64), torch.zeros(4)
 
     def step(q, indices):

@@ -80,7 +80,12 @@ class SparseDecodeCall(NamedTuple):
                 tensor(op, f"{name}.topk_length", scope.topk_length, "b", (torch.int32,), local)
             same_device(
                 op,
-                (("q", q), (f"{name}.cache", cache.data), (f"{name}.indices", scope.indices)),
+                (
+                    ("q", q),
+                    (f"{name}.cache", cache.data),
+                    (f"{name}.indices", scope.indices),
+                    (f"{name}.topk_length", scope.topk_length),
+                ),
             )
             kept.append(KVScope(cache, scope.indices, scope.topk_length))
         if attn_sink is not None:
@@ -155,7 +160,7 @@ SPARSE_DECODE = Op("sparse_decode", SparseDecodeCall)
 
 SCHEMA = (
     "(Tensor q, Tensor cache0, Tensor indices0, Tensor? length0, Tensor? cache1, Tensor? indices1, Tensor? length1, "
-    "int[] geometry, float softmax_scale, Tensor? attn_sink, ScalarType out_dtype, int memory_limit, bool checks) "
+    "SymInt[] geometry, float softmax_scale, Tensor? attn_sink, ScalarType out_dtype, int memory_limit, bool checks) "
     "-> (Tensor, Tensor)"
 )
 
@@ -230,7 +235,7 @@ def check_slots(op: str, name: str, indices: torch.Tensor, num_slots: int, lengt
         lowest = int(length.min()) if length.numel() else 0
         if lowest < 0:
             raise SlotRangeError(f"{op}: {name}.topk_length must be >= 0, got {lowest}.")
-    bad = (indices < -1) | (indices >= num_slots)
+    bad = (indices < -1) | (indices > num_slots - 1)  # 2^31 slots are legal, but 2^31 is no int32 to compare with
     if length is not None:
         columns = torch.arange(indices.shape[-1], device=indices.device)
         bad = bad & (columns < length.reshape(-1, *([1] * (indices.dim() - 1))))
@@ -321,13 +326,21 @@ def _reference(
     chunk = key_chunk(memory_limit, h, d, 8 if math == torch.float64 else 4)
 
     def keys_of_row(row: int) -> Any:
+        # Chunks run across the scopes, so the bits are those of `sparse_prefill` over the same keys side by side.
+        listed = []
         for cache, indices, length in scopes:
             slots = indices[row // s_q, row % s_q]
             if length is not None:
                 slots = slots[: int(length[row // s_q])]
-            slots = slots[slots >= 0]
-            for start in range(0, slots.numel(), chunk):
-                yield gather_decoded(cache, slots[start : start + chunk])
+            listed.append((cache, slots[slots >= 0]))
+        for start in range(0, sum([slots.numel() for _, slots in listed]), chunk):
+            parts, first = [], start
+            for cache, slots in listed:
+                part = slots[max(first, 0) : max(first + chunk, 0)]
+                if part.numel():
+                    parts.append(gather_decoded(cache, part))
+                first -= slots.numel()
+            yield parts[0] if len(parts) == 1 else torch.cat(parts)
 
     with torch.autocast(q.device.type, enabled=False):
         out, lse, _ = attend_rows(q.reshape(b * s_q, h, d), keys_of_row, softmax_scale, attn_sink, math, out_dtype)
