@@ -313,7 +313,7 @@ def test_the_two_132_byte_index_records_are_told_apart_by_name_only() -> None:
         caches[fmt] = allocate(fmt, 2, 64)
         scatter_records(caches[fmt], slots, encode(x, fmt))
         assert torch.equal(gather_decoded(caches[fmt], slots), decode(encode(x, fmt), fmt))
-        with pytest.raises(errors.FormatError, match="must name its format, got only .*132 bytes"):
+        with pytest.raises(errors.FormatError, match=r"must name its format, got only .*132 bytes"):
             PagedCache.of(caches[fmt].data, index=True)
     crossed = PagedCache(caches[INDEX_FP8].data, INDEX_FP8_FP32, 64)
     assert not torch.allclose(gather_decoded(crossed, slots).float(), x.float(), atol=0.2, rtol=0.1)

@@ -866,3 +866,14 @@ def test_encode_and_decode_trace_without_a_break(fmt: RecordFormat) -> None:
     assert_same_bits(compiled(x), round_trip(x))
     with torch.inference_mode():
         assert_same_bits(round_trip(x.clone()), round_trip(x))
+
+
+def test_the_examples_of_the_format_page_run() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "formats.md").read_text()
+    blocks = [block.split("```")[0] for block in page.split("```python\n")[1:]]
+    assert len(blocks) >= 3
+    for block in blocks:
+        exec(compile(block, "docs/formats.md", "exec"), {})
+    for fmt in ALL:
+        sizes = f"{fmt.data_bytes} + {fmt.scale_bytes} = **{fmt.record_bytes}** B"
+        assert any(f"`{fmt.name}`" in line and sizes in line for line in page.splitlines()), fmt
