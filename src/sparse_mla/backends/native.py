@@ -283,3 +283,4 @@ def _no_float64_parts(call: MergePartialsCall) -> list[str]:
 
 if _native is not None:
     _register()
+    from . import native_index, native_store  # noqa: F401  (they register theirs; both build on the names above)
