@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from pathlib import Path
 
 try:
     import click
@@ -22,6 +23,12 @@ from .dispatch import BACKENDS
 from .errors import SparseMlaError
 
 __all__ = ["main"]
+
+INPUT_HELP = (
+    "safetensors file with q [b, n, h, 512], window_kv [b, 127 + n, 512], compressed_kv [b, e, 512], "
+    "index_q [b, n, i, 128], index_k [b, e, 128], index_weights [b, n, i] in bfloat16, and optionally attn_sink [h] in "
+    "float32. The n last tokens of b sequences are queries of h heads; e entries stand for two tokens each; i index heads."
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -79,6 +86,40 @@ def check(op: str | None, backend: str | None, case_name: str | None, full: bool
         reasons = "\n    ".join(outcome.reasons)
         console.print(f"FAILED {outcome.implementation} {outcome.op}/{outcome.case}\n    {reasons}", markup=False)
     sys.exit(1 if failures else 0)
+
+
+@commands.command()
+@click.option("--input", "source", type=click.Path(exists=True, dir_okay=False, path_type=Path), help=INPUT_HELP)
+@click.option(
+    "--save", type=click.Path(dir_okay=False, path_type=Path), help="Write out, lse and selected to this file."
+)
+@click.option("--backend", type=click.Choice(("auto", *BACKENDS)), help="The default is SPARSE_MLA_BACKEND, or auto.")
+def demo(source: Path | None, save: Path | None, backend: str | None) -> None:
+    """Store, score, select and attend over V4.1 caches, and show what each step costs in accuracy and time."""
+    from .testing.demo import STAGE_NAMES, load_inputs, run_demo, save_result
+
+    inputs = None if source is None else load_inputs(source)
+    with _progress() as progress:
+        task = progress.add_task("starting", total=len(STAGE_NAMES))
+        report = run_demo(
+            inputs, backend=backend, on_stage=lambda name: progress.update(task, description=name, advance=1)
+        )
+    stages = _table("stage", "ran on", "milliseconds", "work")
+    for each in report.stages:
+        stages.add_row(each.name, each.executes, f"{each.seconds * 1e3:.2f}", each.note)
+    console = Console()
+    console.print(report.shapes, highlight=False)
+    console.print(stages)
+    facts = _table("measure", "value")
+    facts.add_row("kernel error, to float64 on decoded records", f"{report.kernel_error:.2e}")
+    facts.add_row("format error, to float64 without quantization", f"{report.format_error:.2e}")
+    facts.add_row("selected keys among the true best", f"{report.selected_share:.1%}")
+    for name, number in report.bytes_per_token.items():
+        facts.add_row(f"bytes per token, {name}", f"{number:g}")
+    console.print(facts)
+    if save is not None:
+        save_result(save, report)
+        console.print(f"wrote {save}", highlight=False)
 
 
 def _progress() -> Progress:
