@@ -539,7 +539,7 @@ def scatter_records(cache: PagedCache, slots: Tensor, records: Tensor, *, op: st
     kept = _last_of_each(slots)
     if low < 0:
         kept = kept[slots[kept] >= 0]
-    records = (records if records.dtype == torch.uint8 else records.view(torch.uint8))[kept]
+    records = (records if records.dtype == torch.uint8 else records.view(torch.uint8)).index_select(0, kept)
     block, offset = slots_to_blocks(slots[kept], cache.page_size)
     for view, first in cache.parts():
         # A clone, since `contiguous` keeps the odd row stride of a single row, which no wider word can view.

@@ -392,22 +392,27 @@ def _admit(x: Tensor, fmt: RecordFormat, on_nonfinite: str | None, op: str) -> t
     values = x.to(torch.bfloat16) if fmt.element is BFLOAT16 else x.to(torch.float32)
     if on_nonfinite == "saturate":
         return values.nan_to_num(nan=0.0, posinf=BF16_MAX, neginf=-BF16_MAX), None
-    bad = ~values.isfinite()
     if on_nonfinite == "raise":
-        if bool(bad.any()):
-            where = bad.nonzero()
+        if not _all_finite(values):
+            where = (~values.isfinite()).nonzero()
             position = where[0].tolist()
             raise NonFiniteError(
                 f"{op}: x must be finite, got {float(values[tuple(position)])} at {position} "
                 f"({where.shape[0]} such elements); on_nonfinite chooses another treatment."
             )
         return values, None
+    bad = ~values.isfinite()
     if on_nonfinite == "zero":
         return values.masked_fill(bad, 0.0), None
     if fmt.element is BFLOAT16:  # no scale to mark: the element itself is the group
         return values.masked_fill(bad, math.nan), None
     marked = bad.reshape(*bad.shape[:-1], fmt.num_sf, fmt.elements_per_sf).any(dim=-1)
     return values.masked_fill(bad, 0.0), marked
+
+
+def _all_finite(values: Tensor) -> bool:
+    """One pass without a temporary: NaN and infinities show in the extremes."""
+    return values.numel() == 0 or all(math.isfinite(extreme) for extreme in torch.aminmax(values))
 
 
 def _quantize(values: Tensor, fmt: RecordFormat, e4m3_max: int, marked: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -513,7 +518,7 @@ def _dequantize(data: Tensor, scales: Tensor, fmt: RecordFormat, nan: str, dtype
         return (values.to(dtype) * scale.to(dtype) if dtype == torch.float64 else values * scale).flatten(-2).to(dtype)
     bytes_per_sf = fmt.elements_per_sf // fmt.elements_per_byte
     index = data.reshape(*data.shape[:-1], fmt.num_sf, bytes_per_sf).to(torch.int32)
-    index = index + (scales.to(torch.int32) << 8)[..., None]
+    index += (scales.to(torch.int32) << 8)[..., None]
     table = _product_table(fmt.element, fmt.scale, nan, dtype, data.device)
     values = table.index_select(0, index.reshape(-1))
     if table.dim() == 1 and table.dtype != dtype:
