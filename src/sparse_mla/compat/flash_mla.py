@@ -150,6 +150,11 @@ def flash_mla_sparse_fwd(
 
 def _scope(op: str, name: str, cache: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None) -> KVScope:
     """One scope over a bare cache tensor, in the layout the drop-ins were told."""
+    if isinstance(cache, torch.Tensor) and cache.dtype == torch.bfloat16:
+        raise DTypeError(
+            f"{op}: {name} must be uint8, int8 or float8_e4m3fn bytes, got bfloat16; "
+            "sparse_mla.sparse_decode takes BF16 caches."
+        )
     try:
         paged = PagedCache.of(cache, layout=cache_layout(), e4m3_max=cache_e4m3_max(), op=op, argument=name)
     except SparseMlaError as error:
