@@ -517,8 +517,8 @@ def stated_scale(amax: Fraction, fmt: RecordFormat, cap: int) -> int:
     """Scale byte of a group maximum by exact rational arithmetic."""
     if fmt.kind == "e2m1+e4m3fn":
         quotient = min(max(amax, Fraction(6, 512)) / 6, Fraction(cap))
-        codes = [c for c in range(0x7F) if e4m3_value(c) <= cap]
-        near = sorted(codes, key=lambda c: abs(e4m3_value(c) - float(quotient)))[:2]  # the two around it, then exactly
+        above = min(next((c for c in range(0x7F) if E4M3FN.values[c] >= quotient), 0x7E), 0x76 if cap == 224 else 0x7E)
+        near = (max(above - 1, 0), above)
         return min(near, key=lambda c: (abs(Fraction(e4m3_value(c)) - quotient), c % 2))
     largest, floor = (cap, Fraction(float(np.float32(1e-4)))) if fmt.element is E4M3FN else (6, Fraction(6, 2**126))
     amax = max(amax, floor)
@@ -534,9 +534,9 @@ def stated_scale(amax: Fraction, fmt: RecordFormat, cap: int) -> int:
 def test_the_scale_of_every_bfloat16_maximum(fmt: RecordFormat, cap: int) -> None:
     """All 32,640 finite maxima against exact arithmetic, which is monotonic, so its steps are found by bisection."""
     every = torch.arange(0, 0x7F80, dtype=torch.int16).view(torch.bfloat16)
-    x = torch.zeros(len(every), fmt.elements, dtype=torch.bfloat16)
-    x[:, 3] = -every
-    got = split_record(encode(x, fmt, e4m3_max=cap), fmt)[1][:, 0].numpy()
+    x = torch.zeros(len(every) // fmt.num_sf, fmt.num_sf, fmt.elements_per_sf, dtype=torch.bfloat16)
+    x[:, :, 3] = -every.reshape(-1, fmt.num_sf)
+    got = split_record(encode(x.flatten(1), fmt, e4m3_max=cap), fmt)[1].flatten().numpy()
     exact = [Fraction(float(v)) for v in every]
     expected = np.zeros(len(every), dtype=np.int64)
 
