@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch._dynamo.testing
 
 from index_data import make_problem
+from sparse_mla import config
 from sparse_mla.errors import ArgumentError, DTypeError, NonFiniteError, ShapeError, SlotRangeError, SparseMlaError
 from sparse_mla.formats import INDEX_FP4
 from sparse_mla.ops.candidate_blocks import (
@@ -29,6 +31,13 @@ from sparse_mla.ops.topk import topk
 
 VECTORS = Path(__file__).parent / "data" / "vectors"
 INF = math.inf
+
+
+@pytest.fixture(autouse=True)
+def _on_the_reference() -> Iterator[None]:
+    """These tests hold the definition; other backends are held to it by the cases."""
+    with config.override(SPARSE_MLA_BACKEND="reference"):
+        yield
 
 
 def lengths_of(*values: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from index_data import (
     relative_error,
     sectioned,
 )
+from sparse_mla import config
 from sparse_mla.caches import PagedCache
 from sparse_mla.errors import ArgumentError, DTypeError, FormatError, ShapeError, SlotRangeError, SparseMlaError
 from sparse_mla.formats import INDEX_FP4, INDEX_FP8, INDEX_FP8_FP32, V41_FP8, decode
@@ -41,6 +43,13 @@ from sparse_mla.ops.index_logits import (
 
 VECTORS = Path(__file__).parent / "data" / "vectors"
 INF = math.inf
+
+
+@pytest.fixture(autouse=True)
+def _on_the_reference() -> Iterator[None]:
+    """These tests hold the definition; other backends are held to it by the cases."""
+    with config.override(SPARSE_MLA_BACKEND="reference"):
+        yield
 
 
 def cache_of(problem: Problem) -> PagedCache:

@@ -4,6 +4,7 @@ context."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch._dynamo.testing
 
 from index_data import FORMATS, Problem, make_problem, make_query, make_records
+from sparse_mla import config
 from sparse_mla.caches import PagedCache
 from sparse_mla.errors import ArgumentError, DTypeError, NonFiniteError, ShapeError, SlotRangeError, SparseMlaError
 from sparse_mla.formats import INDEX_FP4, INDEX_FP8, INDEX_FP8_FP32
@@ -18,6 +20,13 @@ from sparse_mla.ops.candidate_blocks import candidate_blocks, compact_to_dense
 from sparse_mla.ops.index_logits import Candidates, PagedKeys, RaggedKeys, index_logits
 from sparse_mla.ops.index_topk import IndexTopkCall, index_topk, index_topk_workspace_size
 from sparse_mla.ops.topk import topk
+
+
+@pytest.fixture(autouse=True)
+def _on_the_reference() -> Iterator[None]:
+    """These tests hold the definition; other backends are held to it by the cases."""
+    with config.override(SPARSE_MLA_BACKEND="reference"):
+        yield
 
 
 def keys_of(problem: Problem, width: int | None = None) -> PagedKeys:
