@@ -77,7 +77,7 @@ class V41Config:
         return self.heads_per_group * HEAD_DIM
 
     def with_max_positions(self, max_positions: int) -> V41Config:
-        """The same model with a shorter maximum, so that rope tables and block tables need not cover a million tokens."""
+        """The same model with a shorter maximum: rope tables and sequences then need not cover a million tokens."""
         if not 1 <= max_positions <= self.max_position_embeddings:
             raise ArgumentError(
                 f"config: max_positions must be 1 to {self.max_position_embeddings} (max_position_embeddings), got "

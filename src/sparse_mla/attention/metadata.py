@@ -88,6 +88,7 @@ class StepMetadata:
         default_factory=dict
     )  # index source -> logical entries, written by that layer
     candidates: dict[int, torch.Tensor] = field(default_factory=dict)  # candidate source -> blocks
+    gathered: dict[int, torch.Tensor] = field(default_factory=dict)  # prefill: kv source -> its decoded entries
 
     @property
     def total_rows(self) -> int:

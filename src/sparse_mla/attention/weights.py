@@ -519,7 +519,7 @@ class _Checkpoint:
 
 
 def _check_header(file: Path) -> None:
-    """Refuse what the reader should not even try: no regular file, a header longer than the file or than any real one."""
+    """Refuse what the reader should not even try: no regular file, a header longer than the file or any real one."""
     if not file.is_file():
         raise FormatError(f"weights: {file.name} must be a safetensors file, got no regular file of that name.")
     size = file.stat().st_size
