@@ -138,10 +138,11 @@ def measured_peak(call: Any) -> int:
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize(
-    ("heads", "n", "limit", "k"), [(1, 1, 1 << 30, 512), (32, 6, 1 << 22, 512), (128, 2, 1 << 20, 64)]
+    ("heads", "n", "limit", "context"), [(1, 1, 1 << 30, 4160), (32, 3, 1 << 22, 1100), (128, 2, 1 << 20, 200)]
 )
-def test_workspace_size_is_the_measured_peak(fmt: Any, heads: int, n: int, limit: int, k: int) -> None:
-    problem = make_problem(fmt, [[4160] * n], heads=heads, page_size=64, num_pages=66, seed=heads)
+def test_workspace_size_is_the_measured_peak(fmt: Any, heads: int, n: int, limit: int, context: int) -> None:
+    k = 64
+    problem = make_problem(fmt, [[context] * n], heads=heads, page_size=64, num_pages=66, seed=heads)
     arguments = (problem.q, keys_of(problem), problem.weights, k)
     stated = index_topk_workspace_size(*arguments, memory_limit=limit, backend="reference")
     measured = measured_peak(lambda: index_topk(*arguments, memory_limit=limit, backend="reference"))
@@ -151,12 +152,12 @@ def test_workspace_size_is_the_measured_peak(fmt: Any, heads: int, n: int, limit
 
 @pytest.mark.parametrize("limit", [1 << 20, 1 << 24])
 def test_workspace_size_with_ragged_keys_and_with_candidates(limit: int) -> None:
-    q, keys, weights = ragged_problem(INDEX_FP4, 8, 2000, 16, 3)
-    keys = keys._replace(starts=0 * keys.starts, ends=0 * keys.ends + 2000)
+    q, keys, weights = ragged_problem(INDEX_FP4, 8, 600, 16, 3)
+    keys = keys._replace(starts=0 * keys.starts, ends=0 * keys.ends + 600)
     stated = index_topk_workspace_size(q, keys, weights, 256, memory_limit=limit, backend="reference")
     measured = measured_peak(lambda: index_topk(q, keys, weights, 256, memory_limit=limit, backend="reference"))
     assert abs(stated - measured) <= 0.1 * measured, (stated, measured)
-    options = {"candidates": Candidates(torch.arange(250, dtype=torch.int32).expand(8, -1)), "memory_limit": limit}
+    options = {"candidates": Candidates(torch.arange(75, dtype=torch.int32).expand(8, -1)), "memory_limit": limit}
     stated = index_topk_workspace_size(q, keys, weights, 256, backend="reference", **options)
     measured = measured_peak(lambda: index_topk(q, keys, weights, 256, backend="reference", **options))
     assert abs(stated - measured) <= 0.1 * measured, (stated, measured)
