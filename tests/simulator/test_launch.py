@@ -459,3 +459,22 @@ def test_capacity_errors_name_the_tiles() -> None:
     ):
         launch(kernel)
     assert launch(kernel, aws_compat=True).sbuf_peaks[0].amount == 240000
+
+
+@pytest.mark.parametrize("op1", ["add", "maximum", "subtract"])
+@pytest.mark.parametrize("plain", [True, False])
+def test_scan_fast_path_gives_the_bits_of_the_recurrence(op1: str, plain: bool) -> None:
+    def kernel(a: Any, b: Any, s: Any) -> Any:
+        out = nl.ndarray(a.shape, nl.float32)
+        nisa.tensor_tensor_scan(
+            dst=out, data0=put(a), data1=put(b), initial=put(s), op0=nl.multiply, op1=getattr(nl, op1)
+        )
+        return get(out)
+
+    a = np.ones((8, 33), np.float32) if plain else random((8, 33), seed=1)
+    b, s = random((8, 33), seed=2), random((8, 1), seed=3)
+    state, expected = s[:, 0], np.empty_like(a)
+    for i in range(33):
+        state = getattr(np, op1)(a[:, i] * state, b[:, i])
+        expected[:, i] = state
+    assert (launch(kernel, a, b, s).value == expected).all()

@@ -216,6 +216,7 @@ bool = _dtypes.bool_
 fp32 = _dtypes.float32
 tensor = NkiTensor
 dtype = DType
+dtypes = _dtypes
 
 add = _OPS["add"]
 subtract = _OPS["subtract"]

@@ -436,17 +436,29 @@ def tensor_tensor_scan(
     m.same_size(dst=dst, data0=data0, data1=data1)
     start, tensor = scalar_operand(m, "initial", initial, data0, fp32=False)
     p, n = data0.shape[0], data0.free_size
-    a = np.ascontiguousarray(m.f32("data0", data0).reshape(p, n).T)
-    b = np.ascontiguousarray(m.f32("data1", data1).reshape(p, n).T)
-    state = np.broadcast_to(np.asarray(start, np.float32).reshape(-1), (p,)).copy()
-    out = np.empty((n, p), np.float32)
+    a = m.f32("data0", data0).reshape(p, n)
+    b = m.f32("data1", data1).reshape(p, n)
+    state = np.broadcast_to(np.asarray(start, np.float32).reshape(-1), (p,))
+    m.write(dst, scan(a, b, state, op0, op1, reverse0, reverse1))
+    m.emit(VECTOR, (dst,), (data0, data1) if tensor is None else (data0, data1, tensor), op=op0.name, op1=op1.name)
+
+
+def scan(a: Array, b: Array, state: Array, op0: Operator, op1: Operator, reverse0: bool, reverse1: bool) -> Array:
+    """r[i] = (a[i] op0 r[i-1]) op1 b[i] along the last axis of (P, N) arrays."""
     first, second = op0.function, op1.function
-    for i in range(n):  # a true recurrence: one vector operation over all partitions per step
+    # A running sum, maximum or minimum is a recurrence NumPy has: same order, same rounding, no Python per element.
+    neutral = {"multiply": 1.0, "add": 0.0}.get(op0.name)
+    if neutral is not None and op1.name in ("add", "maximum", "minimum") and bool((a == np.float32(neutral)).all()):
+        steps = np.array(b, np.float32)
+        steps[:, 0] = second(first(a[:, 0], state), b[:, 0])
+        return np.asarray(second.accumulate(steps, axis=1))
+    a, b = np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)
+    out = np.empty(a.shape, np.float32)
+    for i in range(len(a)):  # a true recurrence: one operation over all partitions per step
         inner = first(state, a[i]) if reverse0 else first(a[i], state)
         state = second(b[i], inner) if reverse1 else second(inner, b[i])
         out[i] = state
-    m.write(dst, np.ascontiguousarray(out.T))
-    m.emit(VECTOR, (dst,), (data0, data1) if tensor is None else (data0, data1, tensor), op=op0.name, op1=op1.name)
+    return np.ascontiguousarray(out.T)
 
 
 # -- reductions ---------------------------------------------------------------------------------------------------
