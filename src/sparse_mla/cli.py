@@ -27,7 +27,7 @@ __all__ = ["main"]
 INPUT_HELP = (
     "safetensors file with q [b, n, h, 512], window_kv [b, 127 + n, 512], compressed_kv [b, e, 512], "
     "index_q [b, n, i, 128], index_k [b, e, 128], index_weights [b, n, i] in bfloat16, and optionally attn_sink [h] in "
-    "float32. The n last tokens of b sequences are queries of h heads; e entries stand for two tokens each; i index heads."
+    "float32: n last tokens of b sequences with h heads, e entries of two tokens each, i index heads."
 )
 
 
@@ -120,6 +120,81 @@ def demo(source: Path | None, save: Path | None, backend: str | None) -> None:
     if save is not None:
         save_result(save, report)
         console.print(f"wrote {save}", highlight=False)
+
+
+@commands.command()
+@click.option("--op", help="Only this operator.")
+@click.option(
+    "--backend", type=click.Choice(BACKENDS), help="Only this backend; the reference is timed only when named."
+)
+@click.option("--case", "case_name", help="Only rows whose name contains this.")
+@click.option("--threads", type=int, multiple=True, help="Only these thread counts; may be given twice.")
+@click.option("--quick", is_flag=True, help="A few rows, short measurements, no torch.compile.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows to this JSONL file.")
+@click.option(
+    "--baseline", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Compare with such a file."
+)
+def bench(
+    op: str | None,
+    backend: str | None,
+    case_name: str | None,
+    threads: tuple[int, ...],
+    quick: bool,
+    out: Path | None,
+    baseline: Path | None,
+) -> None:
+    """Time the backends against torch and against the machine. Exit code 1 on a regression beyond noise."""
+    from .testing.bench import compare_baseline, run_plan, select_plan, write_jsonl
+    from .testing.check import require
+
+    require(op, backend)
+    entries = select_plan(op, case_name, quick=quick)
+    if not entries:
+        raise click.ClickException("no row of the plan matches.")
+    skipped: list[str] = []
+    with _progress() as progress:
+        total = sum(len([n for n in e.threads if not threads or n in threads]) for e in entries)
+        task = progress.add_task("measuring", total=total)
+        rows = run_plan(
+            entries,
+            backend=backend,
+            threads=threads or None,
+            compiled=not quick,
+            rounds=5 if quick else 7,
+            min_seconds=0.005 if quick else 0.03,
+            on_row=lambda name: progress.update(task, description=name, advance=1),
+            on_skip=skipped.append,
+        )
+    table = _table(
+        "operator",
+        "case",
+        "backend",
+        "thr",
+        "us",
+        "+-%",
+        "GF/s",
+        "GB/s",
+        "peak%",
+        "gemm%",
+        "strm%",
+        "gath%",
+        "best torch",
+    )
+    for r in rows:
+        shares = ["-" if x is None else f"{x:.0f}" for x in (r.pct_peak, r.pct_gemm, r.pct_stream, r.pct_gather)]
+        ratio = r.ratio_vs.get("best_torch")
+        numbers = [f"{r.median_us:.1f}", f"{r.spread * 100:.0f}", f"{r.gflops:.1f}", f"{r.gbs:.1f}", *shares]
+        table.add_row(r.op, r.case, r.backend, str(r.threads), *numbers, "-" if ratio is None else f"{ratio:.2f}x")
+    console = Console()
+    console.print(table)
+    for sentence in skipped:
+        console.print(sentence, markup=False, highlight=False)
+    if out is not None:
+        write_jsonl(rows, out)
+    regressions = [] if baseline is None else compare_baseline(rows, baseline)
+    for sentence in regressions:
+        console.print(f"REGRESSION {sentence}", markup=False)
+    sys.exit(1 if regressions else 0)
 
 
 def _progress() -> Progress:
