@@ -271,7 +271,7 @@ HOSTILE_HEADERS = {
     "list": b"[]",
     "deep": b'{"a":' * 20000 + b"1" + b"}" * 20000,
     "negative offsets": b'{"layers.0.attn.attn_sink":{"dtype":"F32","shape":[2],"data_offsets":[-8,0]}}',
-    "beyond the file": b'{"layers.0.attn.attn_sink":{"dtype":"F32","shape":[1099511627776],"data_offsets":[0,4398046511104]}}',
+    "beyond the file": b'{"x":{"dtype":"F32","shape":[1099511627776],"data_offsets":[0,4398046511104]}}',
     "shape and bytes differ": b'{"layers.0.attn.attn_sink":{"dtype":"F32","shape":[1000000],"data_offsets":[0,8]}}',
     "overflowing shape": b'{"x":{"dtype":"F32","shape":[4294967296,4294967296,4294967296],"data_offsets":[0,8]}}',
     "reversed offsets": b'{"x":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}}',
