@@ -6,7 +6,7 @@ Importing this package imports torch and nothing else of weight: no device is st
 loaded.
 """
 
-from .caches import KVScope, PagedCache
+from .caches import KVScope, PagedCache, allocate, convert_layout
 from .dispatch import OPS, explain
 from .errors import SparseMlaError
 from .formats import BF16, INDEX_FP4, INDEX_FP8, INDEX_FP8_FP32, V41_FP4, V41_FP8, decode, encode
@@ -40,8 +40,10 @@ __all__ = [
     "PrefillOutput",
     "SparseMlaError",
     "YarnConfig",
+    "allocate",
     "candidate_blocks",
     "compress",
+    "convert_layout",
     "decode",
     "encode",
     "explain",
