@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On-chip decoding of gathered records: bytes in SBUF to bfloat16, exactly, by table-free arithmetic.
+
+A record lies in one partition: [128 records, chunks, bytes]. Everything is exact in bfloat16: an e4m3 value has four
+significant bits, e2m1 times e4m3 six, and a ue8m0 scale factor is a power of two.
+
+e4m3, native     the byte is viewed as Trainium's own float8_e4m3, which reads exponent field 15 (256 .. 448) as inf or NaN.
+                 Right for caches written with the 224 cap only.
+e4m3, integer    float16 bits = (b & 0x7F) << 7 | (b & 0x80) << 8 hold value * 2^-8 for every code but NaN; subnormal codes become
+                 float16 subnormals, which are normal numbers once an engine has read them as float32.
+e2m1             byte = (n & 7) << 2 | (n & 8) << 4 viewed as float8_e4m3 is value / 64 for all 16 codes: no exponent field 15.
+
+Bit operators see two bytes at a time (`lanes=16`) or four (`lanes=32`). Whether an integer immediate of 2^24 or more reaches the
+engine exactly is not documented; it may travel as float32. The 32-bit masks of e4m3 have at most 24 significant bits, so
+they are exact either way; those of e2m1 do not, which is why 16 is the default there.
+"""
+
+from __future__ import annotations
+
+from .nki import nisa, nl
+
+P = 128  # partitions: records decoded at once
+UE8M0_NAN = 255.0
+UE8M0_BIAS_SHIFT = 23  # a ue8m0 byte is the exponent field of a float32
+UE8M0_MAX = 254.0
+E4M3_RAISE = 8  # float16 bits made from an e4m3 byte hold value * 2^-8
+E2M1_RAISE = 6  # the float8_e4m3 byte made from an e2m1 code holds value * 2^-6
+E4M3_NAN_HALF = 1.8  # between 1.75 (448 * 2^-8) and 1.875 (what the NaN code reads as)
+E2M1_FACTOR = 16384.0  # 2^6 of the e2m1 byte times 2^8 of the e4m3 scale factor
+
+
+def scale_factors_ue8m0(raw, chunks, groups, raise_by):
+    """float32 [128, chunks, groups] of ue8m0 bytes times 2^raise_by; byte 255 gives 0.
+
+    raise_by: E4M3_RAISE for e4m3 decoded by integers, E2M1_RAISE for e2m1, else 0. Bytes above 254 - raise_by count as that."""
+    exponent = nl.ndarray(shape=(P, chunks, groups), dtype=nl.int32, buffer=nl.sbuf)
+    if raise_by:
+        raised = nl.ndarray(shape=(P, chunks, groups), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=raised,
+            data=raw,
+            op0=nl.minimum,
+            operand0=UE8M0_MAX - float(raise_by),
+            op1=nl.add,
+            operand1=float(raise_by),
+            engine=nisa.engine.vector,
+        )
+    else:
+        raised = raw
+    nisa.scalar_tensor_tensor(
+        dst=exponent, data=raw, op0=nl.not_equal, operand0=UE8M0_NAN, op1=nl.multiply, operand1=raised
+    )
+    bits = nl.ndarray(shape=(P, chunks, groups), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=bits, data=exponent, op0=nl.left_shift, operand0=UE8M0_BIAS_SHIFT, engine=nisa.engine.vector)
+    return bits.view(nl.float32)
+
+
+def scale_factors_e4m3(raw, chunks, groups):
+    """float32 [128, chunks, groups] of e4m3 bytes times E2M1_FACTOR / 64; any code, NaN gives 0, the sign is kept."""
+    shape = (P, chunks, groups)
+    wide = nl.ndarray(shape=shape, dtype=nl.uint16, buffer=nl.sbuf)
+    nisa.activation(dst=wide, op=nl.copy, data=raw)
+    magnitude = nl.ndarray(shape=shape, dtype=nl.uint16, buffer=nl.sbuf)
+    nisa.tensor_scalar(
+        dst=magnitude,
+        data=wide,
+        op0=nl.bitwise_and,
+        operand0=0x7F,
+        op1=nl.left_shift,
+        operand1=7,
+        engine=nisa.engine.vector,
+    )
+    sign = nl.ndarray(shape=shape, dtype=nl.uint16, buffer=nl.sbuf)
+    nisa.tensor_scalar(
+        dst=sign, data=wide, op0=nl.bitwise_and, operand0=0x80, op1=nl.left_shift, operand1=8, engine=nisa.engine.vector
+    )
+    finite = nl.ndarray(shape=shape, dtype=nl.float16, buffer=nl.sbuf)
+    value = magnitude.view(nl.float16)
+    nisa.scalar_tensor_tensor(
+        dst=finite, data=value, op0=nl.less, operand0=E4M3_NAN_HALF, op1=nl.multiply, operand1=value
+    )
+    signed = nl.ndarray(shape=shape, dtype=nl.uint16, buffer=nl.sbuf)
+    nisa.tensor_tensor(
+        dst=signed, data1=finite.view(nl.uint16), data2=sign, op=nl.bitwise_or, engine=nisa.engine.vector
+    )
+    factors = nl.ndarray(shape=shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=factors, op=nl.copy, data=signed.view(nl.float16), scale=E2M1_FACTOR)
+    return factors
+
+
+def bit_fields(dst, words, kind, shape, shift0, mask0, shift1, mask1):
+    """dst = shifted magnitude | shifted sign of integer words. A shift below 0 is to the right and comes first."""
+    magnitude = nl.ndarray(shape=shape, dtype=kind, buffer=nl.sbuf)
+    if shift0 < 0:
+        nisa.tensor_scalar(
+            dst=magnitude,
+            data=words,
+            op0=nl.right_shift,
+            operand0=-shift0,
+            op1=nl.bitwise_and,
+            operand1=mask0,
+            engine=nisa.engine.vector,
+        )
+    else:
+        nisa.tensor_scalar(
+            dst=magnitude,
+            data=words,
+            op0=nl.bitwise_and,
+            operand0=mask0,
+            op1=nl.left_shift,
+            operand1=shift0,
+            engine=nisa.engine.vector,
+        )
+    sign = nl.ndarray(shape=shape, dtype=kind, buffer=nl.sbuf)
+    if shift1 == 0:
+        nisa.tensor_scalar(dst=sign, data=words, op0=nl.bitwise_and, operand0=mask1, engine=nisa.engine.vector)
+    else:
+        nisa.tensor_scalar(
+            dst=sign,
+            data=words,
+            op0=nl.bitwise_and,
+            operand0=mask1,
+            op1=nl.left_shift,
+            operand1=shift1,
+            engine=nisa.engine.vector,
+        )
+    nisa.tensor_tensor(dst=dst, data1=magnitude, data2=sign, op=nl.bitwise_or, engine=nisa.engine.vector)
+
+
+def scale_groups(dst, codes, factors, groups, length):
+    """dst = codes * factors, `length` neighbours per factor; all [128, chunks, groups * length] but the factors."""
+    nisa.tensor_tensor(
+        dst=dst,
+        data1=codes,
+        data2=factors.expand_dim(3).broadcast(3, length),
+        op=nl.multiply,
+        engine=nisa.engine.vector,
+    )
+
+
+def decode_e4m3_native(dst, data, factors, groups):
+    """dst [128, chunks, n] bf16 = float8_e4m3 bytes `data` times their group's factor."""
+    length = dst.shape[2] // groups
+    scale_groups(
+        dst=dst.reshape_dim(2, (groups, length)),
+        codes=data.view(nl.float8_e4m3).reshape_dim(2, (groups, length)),
+        factors=factors,
+        groups=groups,
+        length=length,
+    )
+
+
+def decode_e4m3_integer(dst, data, factors, groups, lanes):
+    """The same for any e4m3 code but NaN; `factors` must carry 2^E4M3_RAISE."""
+    chunks = dst.shape[1]
+    half = dst.shape[2] // 2
+    length = half // groups
+    codes = nl.ndarray(shape=(P, 2, chunks, half), dtype=nl.float16, buffer=nl.sbuf)
+    if lanes == 32:
+        kind = nl.uint32
+        repeat = 0x00010001
+    else:
+        kind = nl.uint16
+        repeat = 1
+    words = data.view(kind)
+    shape = (P, chunks, words.shape[2])
+    even = codes[:, 0, :, :].view(kind)
+    odd = codes[:, 1, :, :].view(kind)
+    bit_fields(
+        dst=even, words=words, kind=kind, shape=shape, shift0=7, mask0=0x7F * repeat, shift1=8, mask1=0x80 * repeat
+    )
+    bit_fields(
+        dst=odd, words=words, kind=kind, shape=shape, shift0=-1, mask0=0x3F80 * repeat, shift1=0, mask1=0x8000 * repeat
+    )
+    for parity in range(2):
+        scale_groups(
+            dst=dst.reshape_dim(2, (groups, length, 2))[:, :, :, :, parity],
+            codes=codes[:, parity, :, :].reshape_dim(2, (groups, length)),
+            factors=factors,
+            groups=groups,
+            length=length,
+        )
+
+
+def decode_e2m1(dst, data, factors, groups, lanes):
+    """dst [128, chunks, n] bf16 of packed e2m1 bytes [128, chunks, n / 2]; `factors` must carry 2^E2M1_RAISE."""
+    chunks = dst.shape[1]
+    half = dst.shape[2] // 2
+    length = half // groups
+    codes = nl.ndarray(shape=(P, 2, chunks, half), dtype=nl.uint8, buffer=nl.sbuf)
+    if lanes == 32:
+        kind = nl.uint32
+        repeat = 0x01010101
+    else:
+        kind = nl.uint16
+        repeat = 0x0101
+    words = data.view(kind)
+    shape = (P, chunks, words.shape[2])
+    low = codes[:, 0, :, :].view(kind)
+    high = codes[:, 1, :, :].view(kind)
+    # Masks keep what a shift moved across a byte border out.
+    bit_fields(
+        dst=low, words=words, kind=kind, shape=shape, shift0=2, mask0=0x07 * repeat, shift1=4, mask1=0x08 * repeat
+    )
+    bit_fields(
+        dst=high, words=words, kind=kind, shape=shape, shift0=-2, mask0=0x1C * repeat, shift1=0, mask1=0x80 * repeat
+    )
+    for parity in range(2):
+        scale_groups(
+            dst=dst.reshape_dim(2, (groups, length, 2))[:, :, :, :, parity],
+            codes=codes[:, parity, :, :].view(nl.float8_e4m3).reshape_dim(2, (groups, length)),
+            factors=factors,
+            groups=groups,
+            length=length,
+        )
