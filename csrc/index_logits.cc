@@ -7,9 +7,8 @@ bool index_inputs_are_sound(const IndexParams& p) {
     for (int64_t row = 0; row < p.rows; ++row) {
         const int64_t start = p.starts ? p.starts[row] : 0, end = p.ends[row], length = end - start;
         if (p.block_table) {
-            const int64_t room = p.table_width * p.keys.page_size, most = p.width < room ? p.width : room;
-            if (end < 0 || end > most) return false;
-        } else if (length > 0 && (start < 0 || end > p.keys.page_size || length > p.width)) {
+            if (end < 0 || end > p.table_width * p.keys.page_size) return false;
+        } else if (length > 0 && (start < 0 || end > p.keys.page_size)) {
             return false;
         }
         if (p.block_table) {
@@ -20,7 +19,8 @@ bool index_inputs_are_sound(const IndexParams& p) {
                 if (p.ends[other] > end || (p.ends[other] == end && other < row)) longest = false;
             if (!longest) continue;
             const int32_t* table = p.block_table + row / p.rows_per_table * p.table_stride;
-            const int64_t pages = (end + p.keys.page_size - 1) / p.keys.page_size;
+            const int64_t scored = end < p.width ? end : p.width;  // keys past the width are cut, and not read
+            const int64_t pages = (scored + p.keys.page_size - 1) / p.keys.page_size;
             const uint32_t limit = uint32_t(p.keys.num_pages < 0x7fffffff ? p.keys.num_pages : 0x7fffffff);
             bool bad = false;
             for (int64_t i = 0; i < pages; ++i) bad |= uint32_t(table[i]) >= limit;
