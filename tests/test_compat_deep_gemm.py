@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The deep_gemm drop-in: upstream's signatures and result conventions, sentinels, stale schedules, and the sparse forms."""
+"""The deep_gemm drop-in: upstream's signatures and conventions, sentinels, stale schedules, and the sparse forms."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_begin_and_output_buffer() -> None:
 def test_nan_raises_or_is_never_picked() -> None:
     logits = torch.tensor([[math.nan, 1.0, -INF]])
     with pytest.raises(
-        NonFiniteError, match="topk: input must not be NaN.*abort_when_nan_found=False never selects it"
+        NonFiniteError, match=r"topk: input must not be NaN.*abort_when_nan_found=False never selects it"
     ):
         deep_select.topk(logits, 2)
     _, indices = deep_select.topk(logits, 3, abort_when_nan_found=False, idx_oob_fill_value=-1)

@@ -487,7 +487,7 @@ def tile_keys(fmt: RecordFormat, num_heads: int, memory_limit: int) -> int:
 
 
 def key_bytes(fmt: RecordFormat, num_heads: int) -> int:
-    """Scratch bytes per key of a tile: the larger of its decode and of two float64 products per head beside the keys."""
+    """Scratch bytes per key of a tile: the larger of its decode and of two float64 products per head beside the key."""
     return max(_DECODE_BYTES[fmt.name], INDEX_DIM * 8 + 16 * num_heads)
 
 
