@@ -3,8 +3,8 @@
 
 They are given every advantage: contiguous caches, no lengths, no lse, shapes known to the compiler. Attention is
 gather, decode, two batched products. Decoding comes in three forms: a table of 256 bytes, a table of 65,536 byte
-pairs, and torch's own float8 cast. `torch_` runs eagerly, `compiled_` under torch.compile, `sdpa_` with
-F.scaled_dot_product_attention. The fastest is "best torch".
+pairs, and torch's own float8 cast. Products are in bfloat16, or in float32 where that is faster. `torch_` runs
+eagerly, `compiled_` under torch.compile, `sdpa_` with F.scaled_dot_product_attention. The fastest is "best torch".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from ..caches import KVScope
 from ..formats import BF16, E2M1, E4M3FN, RecordFormat
 from .case import Problem
-from .timing import Action
+from .timing import Action, product_dtype
 
 __all__ = ["CONTESTANTS", "Maker", "is_torch"]
 
@@ -93,24 +93,19 @@ def _bmm(
     logits = torch.bmm(q, keys.transpose(1, 2)).float() * scale
     logits = logits.masked_fill(empty[:, None, :], -torch.inf)
     if sink is None:
-        return torch.bmm(torch.softmax(logits, dim=-1).to(torch.bfloat16), keys)
+        return torch.bmm(torch.softmax(logits, dim=-1).to(keys.dtype), keys).to(torch.bfloat16)
     column = sink[None, :, None].expand(logits.shape[0], -1, 1)
     weights = torch.softmax(torch.cat((logits, column), dim=-1), dim=-1)[..., :-1]
-    return torch.bmm(weights.to(torch.bfloat16), keys)
+    return torch.bmm(weights.to(keys.dtype), keys).to(torch.bfloat16)
 
 
 def _sdpa(
     q: torch.Tensor, keys: torch.Tensor, empty: torch.Tensor, scale: float, sink: torch.Tensor | None
 ) -> torch.Tensor:
     # One batch element per row, the heads as its queries; it has no sink, which is to its advantage.
-    out = F.scaled_dot_product_attention(
-        q[:, None],
-        keys[:, None],
-        keys[:, None],
-        attn_mask=~empty[:, None, None, :].expand(-1, 1, q.shape[1], -1),
-        scale=scale,
-    )
-    return out[:, 0]
+    mask = ~empty[:, None, None, :].expand(-1, 1, q.shape[1], -1)
+    kv = keys[:, None]
+    return F.scaled_dot_product_attention(q[:, None], kv, kv, attn_mask=mask, scale=scale)[:, 0].to(torch.bfloat16)
 
 
 ROWS_AT_ONCE = 256  # a user would chunk as well: 256 rows x 640 keys are 168 MB of decoded keys
@@ -121,6 +116,7 @@ def _decode_attention(form: str, attention: str, compiled: bool) -> Maker:
 
     def make(case: Any, problems: Sequence[Problem]) -> Action:
         formats = [s.pages.format for s in case.scopes]
+        dtype = product_dtype()
 
         def one(q: torch.Tensor, caches: list[torch.Tensor], lists: list[torch.Tensor], scale: float, sink: Any) -> Any:
             keys = []
@@ -128,7 +124,7 @@ def _decode_attention(form: str, attention: str, compiled: bool) -> Maker:
                 records = cache_rows.index_select(0, slots.clamp(min=0).flatten())
                 keys.append(decode_records(records, fmt, form).view(*slots.shape, fmt.elements))
             empty = torch.cat(lists, dim=1) < 0
-            return attend(q, torch.cat(keys, dim=1), empty, scale, sink)
+            return attend(q.to(dtype), torch.cat(keys, dim=1).to(dtype), empty, scale, sink)
 
         run = torch.compile(one, dynamic=False, fullgraph=True) if compiled else one
         prepared = []
@@ -155,10 +151,12 @@ def _prefill_attention(attention: str, compiled: bool) -> Maker:
     attend = _sdpa if attention == "sdpa" else _bmm
 
     def make(case: Any, problems: Sequence[Problem]) -> Action:
+        dtype = product_dtype()
+
         def one(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, scale: float, sink: Any) -> Any:
             empty = (indices < 0) | (indices >= kv.shape[0])
             keys = kv.index_select(0, torch.where(empty, 0, indices).flatten()).view(*indices.shape, kv.shape[-1])
-            return attend(q, keys, empty, scale, sink)
+            return attend(q.to(dtype), keys.to(dtype), empty, scale, sink)
 
         run = torch.compile(one, dynamic=False, fullgraph=True) if compiled else one
 
@@ -181,6 +179,7 @@ def _index_scores(form: str, compiled: bool, select: bool = False) -> Maker:
     def make(case: Any, problems: Sequence[Problem]) -> Action:
         fmt: RecordFormat = case.format
         page: int = case.page_size
+        dtype = product_dtype()
 
         def one(
             q: torch.Tensor,
@@ -197,8 +196,8 @@ def _index_scores(form: str, compiled: bool, select: bool = False) -> Maker:
             keys = _scaled(_codes(data, fmt, form), scales.contiguous(), fmt).view(b, -1, fmt.elements)[:, :columns]
             codes = _codes(q.view(torch.uint8), fmt, form)
             queries = _scaled(codes, q_sf.contiguous(), fmt).view(b, n * h, fmt.elements)
-            dots = torch.relu(torch.bmm(queries, keys.transpose(1, 2))).view(b * n, h, -1)
-            return torch.bmm(weights[:, None, :].to(torch.bfloat16), dots)[:, 0]
+            dots = torch.relu(torch.bmm(queries.to(dtype), keys.to(dtype).transpose(1, 2))).view(b * n, h, -1)
+            return torch.bmm(weights[:, None, :].to(dtype), dots)[:, 0].to(torch.bfloat16)
 
         run = torch.compile(one, dynamic=False, fullgraph=True) if compiled else one
         prepared = []

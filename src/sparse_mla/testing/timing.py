@@ -11,13 +11,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from ..dispatch import backend_module, presence
 
-__all__ = ["Roofs", "Timing", "interleave", "measure_gather", "measure_roofs", "num_threads"]
+__all__ = ["Roofs", "Timing", "interleave", "measure_gather", "measure_roofs", "num_threads", "product_dtype"]
 
 Action = Callable[[int], object]  # called with a running number, to rotate inputs
 
@@ -80,7 +81,7 @@ class Roofs(NamedTuple):
     """What this machine can do at most, at one thread count. None: not measurable here."""
 
     peak_gflops: float | None  # register-only loop of the native target's widest dot or FMA
-    gemm_gflops: float  # torch bfloat16 2048^3, which is oneDNN
+    gemm_gflops: float  # torch 2048^3, in bfloat16 (oneDNN) or in float32 where that is faster
     read_gbs: float
     copy_gbs: float  # bytes read plus bytes written
 
@@ -89,10 +90,24 @@ GEMM_SIZE = 2048
 STREAM_BYTES = 1 << 28  # beyond any cache this library meets
 
 
+@cache
+def product_dtype() -> torch.dtype:
+    """bfloat16 where torch multiplies matrices of it faster than float32 ones. On processors without such instructions
+    it is a hundred times slower, and nobody would use it."""
+    taken = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        a = torch.randn(256, 256).to(dtype)
+        torch.mm(a, a)
+        begin = time.perf_counter()
+        torch.mm(a, a)
+        taken[dtype] = time.perf_counter() - begin
+    return min(taken, key=lambda dtype: taken[dtype])
+
+
 def measure_roofs(threads: int, *, rounds: int = 5) -> Roofs:
     """The roofs that do not depend on a case. `gather_gbs` is measured per record size and footprint."""
     with num_threads(threads):
-        a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE).to(torch.bfloat16) for _ in range(2))
+        a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE).to(product_dtype()) for _ in range(2))
         source = torch.ones(STREAM_BYTES // 4, dtype=torch.float32)
         target = torch.empty_like(source)
         taken = interleave(
