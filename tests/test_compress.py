@@ -36,15 +36,12 @@ class Sequence(NamedTuple):
         g = torch.Generator().manual_seed(seed)
         return cls(torch.randn(length, dim, generator=g) * 3, torch.randn(length, dim, generator=g))
 
-    def groups(self, ratio: int) -> torch.Tensor:
-        """Every closed group, pooled at once, float32."""
+    def groups(self, ratio: int, backend: str | None = None) -> torch.Tensor:
+        """Every closed group, pooled at once by the same backend, float32."""
         count = self.score.shape[0] // ratio
         shape = (count, ratio, self.score.shape[1])
-        return softmax_pool(
-            self.score[: count * ratio].reshape(shape),
-            self.latent[: count * ratio].reshape(shape),
-            out_dtype=torch.float32,
-        )
+        score, latent = (t[: count * ratio].reshape(shape) for t in self)
+        return softmax_pool(score, latent, out_dtype=torch.float32, backend=backend)
 
 
 def decode(state, sequence, slot, start, stop, *, backend=None):
@@ -79,9 +76,9 @@ def prefill(state, parts, *, num_out=None, backend=None):
     )
 
 
-def check_groups(result, sequence, ratio, *, sequence_number=None):
+def check_groups(result, sequence, ratio, *, sequence_number=None, backend=None):
     """Every row that closes equals its group pooled at once; every other row is 0. Returns the entries that closed."""
-    expected = sequence.groups(ratio)
+    expected = sequence.groups(ratio, backend)
     entries = []
     for row in range(result.rows.shape[0]):
         if sequence_number is not None and int(result.sequences[row]) != sequence_number:
@@ -135,7 +132,7 @@ def test_any_chunking_gives_the_groups_of_one_pass(ratio, backend):
         entries = []
         for start in range(0, length, chunk):
             got = prefill(state, [(sequence, 1, start, min(start + chunk, length))], backend=backend)
-            entries += check_groups(got, sequence, ratio, sequence_number=0)
+            entries += check_groups(got, sequence, ratio, sequence_number=0, backend=backend)
         assert entries == list(range(length // ratio))
         assert not state.data[[0, 2]].any()
 
@@ -146,11 +143,13 @@ def test_decode_continues_prefill(ratio, backend):
     sequence = Sequence.random(40, 9)
     for prompt in range(0, 2 * ratio + 2):
         state = CompressorState.allocate(2, ratio, max_rows=6, dim=DIM)
-        entries = check_groups(prefill(state, [(sequence, 0, 0, prompt)], backend=backend), sequence, ratio)
+        entries = check_groups(
+            prefill(state, [(sequence, 0, 0, prompt)], backend=backend), sequence, ratio, backend=backend
+        )
         position = prompt
         for rows in (1, 6, 2, 5, 6):
             got = decode(state, sequence, 0, position, position + rows, backend=backend)
-            entries += check_groups(got, sequence, ratio)
+            entries += check_groups(got, sequence, ratio, backend=backend)
             position += rows
         assert entries == list(range(position // ratio))
 
@@ -175,7 +174,9 @@ def test_rejected_drafts_leave_no_trace(drafts, ratio, backend):
                 prefill(state, [(truth, 0, 0, prefix)], backend=backend)
             decode(state, draft, 0, prefix, prefix + drafts + 1, backend=backend)
             for start in range(kept, truth.score.shape[0] - drafts, drafts + 1):
-                check_groups(decode(state, truth, 0, start, start + drafts + 1, backend=backend), truth, ratio)
+                check_groups(
+                    decode(state, truth, 0, start, start + drafts + 1, backend=backend), truth, ratio, backend=backend
+                )
 
 
 def test_the_smallest_ring_is_needed():
@@ -241,7 +242,7 @@ def test_one_varlen_batch_equals_the_sequences_one_by_one(ratio, backend):
         assert torch.equal(got.rows[mine], single.rows[: owned[i]])
         assert torch.equal(got.closes[mine], single.closes[: owned[i]])
         assert torch.equal(together.data[slot], alone.data[slot])
-        assert check_groups(got, sequence, ratio, sequence_number=i) == list(range(n // ratio))
+        assert check_groups(got, sequence, ratio, sequence_number=i, backend=backend) == list(range(n // ratio))
     rows = [(i, n, n + 1 + i % 3) for i, n in enumerate(lengths)]
     step = compress(
         torch.cat([sequences[i].score[a:b] for i, a, b in rows]),
@@ -257,7 +258,7 @@ def test_one_varlen_batch_equals_the_sequences_one_by_one(ratio, backend):
         for position in range(a, b):
             assert bool(step.closes[row]) == ((position + 1) % ratio == 0)
             if step.closes[row]:
-                assert torch.equal(step.rows[row], sequences[i].groups(ratio)[position // ratio])
+                assert torch.equal(step.rows[row], sequences[i].groups(ratio, backend)[position // ratio])
             row += 1
 
 
@@ -315,8 +316,8 @@ def test_prefill_padding(backend):
     assert got.sequences.tolist() == [0, 0, 1, 2, 2, -1, -1, -1]
     assert got.closes.tolist() == [True, True, False, True, True, False, False, False]
     assert got.positions.tolist() == [2, 4, 0, 0, 2, 0, 0, 0]
-    assert check_groups(got, a, 2, sequence_number=0) == [1, 2]
-    assert check_groups(got, b, 2, sequence_number=2) == [0, 1]
+    assert check_groups(got, a, 2, sequence_number=0, backend=backend) == [1, 2]
+    assert check_groups(got, b, 2, sequence_number=2, backend=backend) == [0, 1]
     assert torch.equal(state.data[0], before[0])
     assert not torch.equal(state.data[1], before[1])
 
