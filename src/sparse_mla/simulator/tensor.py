@@ -69,6 +69,12 @@ def refuse(check: int, message: str) -> NoReturn:
     raise error
 
 
+def _compat() -> bool:
+    """True when the launch relaxes rules to the vendor's simulator: slices are cut at the end, empty ones allowed."""
+    machine = running()
+    return machine is not None and machine.compat
+
+
 class VirtualRegister(NKIObject):
     """A 32-bit scalar register. Only `nisa.register_*` and loops may change it; Python arithmetic on it is refused."""
 
@@ -366,10 +372,10 @@ class NkiTensor(NKIObject):
                 if step < 1:
                     refuse(3, f"slice step {step} of dim {i} must be positive")
                 if stop > n:
-                    if not (running() is not None and running().compat):  # type: ignore[union-attr]
+                    if not _compat():
                         refuse(23, f"slice {start}:{stop} of dim {i} reaches past the end of {self.brief()}")
                     stop = n
-                if not 0 <= start < stop:
+                if not 0 <= start < stop and not (0 <= start == stop <= n and _compat()):
                     refuse(23, f"slice {start}:{stop} of dim {i} of {self.brief()} is empty or out of range")
                 offset += start * s
                 new_shape.append(-((start - stop) // step))
@@ -382,7 +388,7 @@ class NkiTensor(NKIObject):
                     dynamic = (k.start, s)
                 else:
                     start = int(k.start)
-                    if start < 0 or size < 1 or start + size > n:
+                    if start < 0 or size < (0 if _compat() else 1) or start + size > n:
                         refuse(23, f"ds({start}, {size}) of dim {i} reaches outside {self.brief()}")
                     offset += start * s
                 new_shape.append(size)

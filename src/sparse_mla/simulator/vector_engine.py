@@ -451,7 +451,7 @@ def scan(a: Array, b: Array, state: Array, op0: Operator, op1: Operator, reverse
     if neutral is not None and op1.name in ("add", "maximum", "minimum") and bool((a == np.float32(neutral)).all()):
         steps = np.array(b, np.float32)
         steps[:, 0] = second(first(a[:, 0], state), b[:, 0])
-        return np.asarray(second.accumulate(steps, axis=1))
+        return np.asarray(getattr(np, op1.name).accumulate(steps, axis=1))
     a, b = np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)
     out = np.empty(a.shape, np.float32)
     for i in range(len(a)):  # a true recurrence: one operation over all partitions per step
