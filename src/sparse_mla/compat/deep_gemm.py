@@ -274,8 +274,7 @@ def _live(context_lens: torch.Tensor, indices: torch.Tensor | None) -> torch.Ten
 def _require_same_blocks(op: str, candidates: Candidates, num_blocks: int, block_size: int) -> None:
     if candidates.blocks.shape[-1] != num_blocks:
         raise ArgumentError(
-            f"{op}: num_max_sparse_blocks must be {candidates.blocks.shape[-1]}, the width of the list in the metadata, "
-            f"got {num_blocks}."
+            f"{op}: num_max_sparse_blocks must be {candidates.blocks.shape[-1]} as in the metadata, got {num_blocks}."
         )
     if candidates.block_size != block_size:
         raise ArgumentError(
