@@ -94,10 +94,17 @@ def check(op: str | None, backend: str | None, case_name: str | None, full: bool
     "--save", type=click.Path(dir_okay=False, path_type=Path), help="Write out, lse and selected to this file."
 )
 @click.option("--backend", type=click.Choice(("auto", *BACKENDS)), help="The default is SPARSE_MLA_BACKEND, or auto.")
-def demo(source: Path | None, save: Path | None, backend: str | None) -> None:
+@click.option("--layers", is_flag=True, help="Run whole attention layers instead: prefill, drafts, rejection; minutes.")
+@click.option(
+    "--quick", is_flag=True, help="With --layers: prompts of an eighth of the length, a quarter of the steps."
+)
+def demo(source: Path | None, save: Path | None, backend: str | None, layers: bool, quick: bool) -> None:
     """Store, score, select and attend over V4.1 caches, and show what each step costs in accuracy and time."""
     from .testing.demo import STAGE_NAMES, load_inputs, run_demo, save_result
 
+    if layers:
+        _demo_layers(backend, quick)
+        return
     inputs = None if source is None else load_inputs(source)
     with _progress() as progress:
         task = progress.add_task("starting", total=len(STAGE_NAMES))
@@ -120,6 +127,37 @@ def demo(source: Path | None, save: Path | None, backend: str | None) -> None:
     if save is not None:
         save_result(save, report)
         console.print(f"wrote {save}", highlight=False)
+
+
+def _demo_layers(backend: str | None, quick: bool) -> None:
+    from .attention.demo import DECODE_STEPS, PRESETS, PROMPTS, run_layers_demo
+
+    prompts = tuple(n // 8 if quick else n for n in PROMPTS)
+    steps = DECODE_STEPS // 4 if quick else DECODE_STEPS
+    reports = []
+    with _progress() as progress:
+        task = progress.add_task("starting", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            progress.update(task, description=what, completed=done, total=total)
+
+        for preset in PRESETS:
+            longest = None if preset == "tiny" else min(prompts)
+            reports.append(
+                run_layers_demo(
+                    preset, backend=backend, prompts=prompts, decode_steps=steps, check_longest=longest, on_step=show
+                )
+            )
+    console = Console()
+    table = _table("preset", "measure", "value")
+    for r in reports:
+        table.add_section()
+        for measure, value in r.rows():
+            table.add_row(r.preset, measure, value)
+    console.print(table)
+    for note in [note for r in reports for note in r.notes]:
+        console.print(note, markup=False, highlight=False)
+    sys.exit(0 if all(r.passed for r in reports) else 1)
 
 
 @commands.command()
