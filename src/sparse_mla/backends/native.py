@@ -10,6 +10,7 @@ After os.fork() a child runs on one thread: the OpenMP pool does not survive the
 
 from __future__ import annotations
 
+import time
 from functools import lru_cache
 from typing import Any
 
@@ -70,6 +71,18 @@ def _target_number(name: str) -> int:
 def cpu_target() -> str:
     """The CPU target calls use now: the best present, or the one SPARSE_MLA_CPU_TARGET names."""
     return targets()[_target_number(config.get("SPARSE_MLA_CPU_TARGET"))][0]
+
+
+def peak_gflops(seconds: float = 0.02) -> float:
+    """Gflop/s of one thread in a register-only loop of the target's widest dot or FMA: the roof of `pct_peak`."""
+    target, rounds = _target_number(config.get("SPARSE_MLA_CPU_TARGET")), 10_000
+    while True:
+        started = time.perf_counter()
+        operations = _native.peak_loop(target, rounds)
+        spent = time.perf_counter() - started
+        if spent >= seconds:
+            return float(operations) / spent * 1e-9
+        rounds *= 2
 
 
 def _plan() -> tuple[int, int]:
@@ -141,7 +154,7 @@ def _sparse_decode(
     indices0, length0 = _rows(indices0), _flat(length0)
     half = len(geometry) if cache1 is None else len(geometry) // 2
     scope0 = _scope(cache0, indices0, length0, geometry[:half])
-    scope1 = None
+    scope1: tuple[int, ...] = ()
     if cache1 is not None and indices1 is not None:
         indices1, length1 = _rows(indices1), _flat(length1)
         scope1 = _scope(cache1, indices1, length1, geometry[half:])
@@ -217,7 +230,7 @@ def _sparse_prefill(
         1,
         h_q,
         (kv.data_ptr(), *layout, *lists),
-        None,
+        (),
         softmax_scale,
         _address(sink),
         out.data_ptr(),

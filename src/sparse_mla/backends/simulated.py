@@ -1,8 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated backend."""
+"""The simulated backend: the Neuron launches and kernels, executed by the simulator on CPU tensors.
+
+Never chosen automatically. Every check of the simulator is on; the target is what NEURON_PLATFORM_TARGET_OVERRIDE
+says, trn2 when it is unset.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+from ..kernels import launch
+from ..kernels.nki import IS_SIMULATOR
+from ..simulator.hop import wrap_nki
+from ..simulator.params import SimulatorParams
+from . import launches
+
+__all__ = ["presence"]
+
+PARAMS = SimulatorParams(timing=False)
+
 
 def presence() -> str:
-    return "it is not part of this version"
+    """ "" when kernels run in the simulator here, else why not."""
+    if IS_SIMULATOR:
+        return ""
+    return (
+        "the kernels of this process are bound to the real nki package, which is installed; "
+        "use its own nki.simulate, or an environment without it"
+    )
+
+
+def _wrap(kernel: Any) -> Any:
+    return wrap_nki(kernel, PARAMS)
+
+
+launch.EXECUTORS["simulated"] = _wrap
+launches.load()

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
 """On-chip decoding of gathered records: bytes in SBUF to bfloat16, exactly, by table-free arithmetic.
 
 A record lies in one partition: [128 records, chunks, bytes]. Everything is exact in bfloat16: an e4m3 value has four
 significant bits, e2m1 times e4m3 six, and a ue8m0 scale factor is a power of two.
 
-e4m3, native     the byte is viewed as Trainium's own float8_e4m3, which reads exponent field 15 (256 .. 448) as inf or NaN.
+e4m3, native     the byte is viewed as Trainium's own float8_e4m3, which reads exponent field 15 (256 .. 448) as inf
+or NaN.
                  Right for caches written with the 224 cap only.
-e4m3, integer    float16 bits = (b & 0x7F) << 7 | (b & 0x80) << 8 hold value * 2^-8 for every code but NaN; subnormal codes become
+e4m3, integer    float16 bits = (b & 0x7F) << 7 | (b & 0x80) << 8 hold value * 2^-8 for every code but NaN; subnormal
+codes become
                  float16 subnormals, which are normal numbers once an engine has read them as float32.
-e2m1             byte = (n & 7) << 2 | (n & 8) << 4 viewed as float8_e4m3 is value / 64 for all 16 codes: no exponent field 15.
+e2m1             byte = (n & 7) << 2 | (n & 8) << 4 viewed as float8_e4m3 is value / 64 for all 16 codes: no exponent
+field 15.
 
-Bit operators see two bytes at a time (`lanes=16`) or four (`lanes=32`). Whether an integer immediate of 2^24 or more reaches the
-engine exactly is not documented; it may travel as float32. The 32-bit masks of e4m3 have at most 24 significant bits, so
-they are exact either way; those of e2m1 do not, which is why 16 is the default there.
+Bit operators see two bytes at a time (`lanes=16`) or four (`lanes=32`). Whether an integer immediate of 2^24 or more
+reaches the engine exactly is not documented; it may travel as float32. The 32-bit masks of e4m3 have at most 24
+significant bits, so they are exact either way; those of e2m1 do not, which is why 16 is the default there.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ E2M1_FACTOR = 16384.0  # 2^6 of the e2m1 byte times 2^8 of the e4m3 scale factor
 def scale_factors_ue8m0(raw, chunks, groups, raise_by):
     """float32 [128, chunks, groups] of ue8m0 bytes times 2^raise_by; byte 255 gives 0.
 
-    raise_by: E4M3_RAISE for e4m3 decoded by integers, E2M1_RAISE for e2m1, else 0. Bytes above 254 - raise_by count as that."""
+    raise_by: E4M3_RAISE for e4m3 decoded by integers, E2M1_RAISE for e2m1, else 0. Bytes above 254 - raise_by count
+    as that."""
     exponent = nl.ndarray(shape=(P, chunks, groups), dtype=nl.int32, buffer=nl.sbuf)
     if raise_by:
         raised = nl.ndarray(shape=(P, chunks, groups), dtype=nl.int32, buffer=nl.sbuf)

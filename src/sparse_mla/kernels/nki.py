@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place kernels take NKI from: the real package where it is installed, else the simulator's modules of the same names.
+"""The one place kernels take NKI from: the real package where it is installed, else the simulator's modules of the
+same names.
 
 The module table is left alone: a program that asks whether `nki` is installed still gets the true answer.
 """

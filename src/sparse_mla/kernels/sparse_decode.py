@@ -1,896 +1,364 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NKI kernels of sparse attention: one body for keys that arrive as bfloat16 rows or as quantized records.
+"""Launches of sparse decode attention: the host side around the kernels of `attention.py`.
 
-Keys lie on partitions, 128 to a chunk: V [128 keys, chunk, 512]. The tensor engine needs the head dimension on partitions for
-the scores, so every chunk is transposed once (K^T [128 d, chunk, 4, 128 keys]); the same V, untransposed, serves P @ V.
-Heads lie on the output partitions. With 32 heads or fewer, four rows share one pass: row i of the group owns partitions
-32 i .. 32 i + 31 (column tiles of the array); with 33 to 64 heads, two rows do. No instruction mixes two rows' numbers, so a
-row's bits do not depend on its neighbours.
+Strategies, best first; each is an implementation with its own limits, and all give the same answer.
 
-A step is one group of rows and one segment of at most SEGMENT chunks. Three stages of a step follow one another in the
-program, each one step behind the other, so that every engine finds work while another waits:
-
-    prepare(i)     gather (issued PREFETCH rows ahead), decode, K^T, scores of each row      GpSimd/DMA, Vector, Tensor, Scalar
-    soften(i-1)    max, exp, row sums                                                        Vector, Scalar
-    emit(i-2)      P^T, P @ V, scaling, store                                                Tensor, Scalar, DMA
-
-Empty slots. Their index is EMPTY_UNIT, outside every pool: the gather skips them and leaves what the buffer held, which
-is zeros at first and another row's record later, finite in any case. Their bias of EMPTY makes P exactly 0. So no byte of a
-slot that a row does not select is read, let alone used.
-The bias of a row reaches its scores through the tensor engine: a matmul with a one-hot stationary adds 0 or EMPTY before the
-scores arrive, which costs a row 0.27 us and needs no broadcast. It adds before the softmax scale is applied, so it
-is for scales above zero and biases of 0 or EMPTY; `exact_bias` adds any bias after scaling, through a broadcast tile.
+    fused              records straight from the pool, decoded on chip; native e4m3 for caches of the 224 cap,
+    integers otherwise fused_planar       the same for planar pages: a second gather per chunk for the scale bytes
+    decoded_table      every slot of the caches to bfloat16 once, then gathered rows; for small caches and many rows
+    row_gather         each row's records gathered and decoded in torch; takes whatever a kernel's pool contract refuses
 """
 
 from __future__ import annotations
 
-from .decode_records import (
-    E4M3_RAISE,
-    decode_e2m1,
-    decode_e4m3_integer,
-    decode_e4m3_native,
-    scale_factors_e4m3,
-    scale_factors_ue8m0,
-)
-from .nki import nisa, nki, nl
+from typing import Any, NamedTuple
 
-P = 128  # partitions, and keys per chunk
-D = 512  # head dimension
-D_BLOCKS = 4  # blocks of 128 dims
-BANK = 512  # float32 columns of one PSUM bank
-SEGMENT = 8  # chunks whose scores are held at once: two PSUM banks
-BIAS_PAD = 16  # columns before the per-slot bias; column 0 is the row's softmax scale
-SINK_CAP = 80.0  # exp(80) and its reciprocal are normal float32; an output below 1e-34 is as good as 0
-PREFETCH = 3  # rows whose gathers are issued ahead of their decoding
-MASK_KEYS = 4096  # keys whose mask is kept for all rows of a block at once
-FP8_DATA, FP8_SCALES = 512, 16  # bytes of a 528-byte record
-FP4_DATA, FP4_SCALES = 256, 32  # bytes of a 288-byte record
-FP8_PITCH, FP4_PITCH = 544, 288  # bytes between two chunks of a partition, a multiple of 32
+import torch
+
+from .. import config
+from ..caches import PagedCache
+from ..dispatch import WITHIN_2X_BF16, Limits
+from ..errors import SlotRangeError
+from ..formats import V41_FP8
+from ..ops.sparse_decode import SPARSE_DECODE, SparseDecodeCall, check_slots
+from . import launch
+from .attention import fused_attn, gathered_attn, gathered_attn_idx
+from .launch import BIAS_PAD, CHUNK, EMPTY, EMPTY_UNIT
+
+__all__ = ["ATTENTION_FORMATS", "Softmax", "Visible", "attention_operands", "finish_attention", "visible_slots"]
+
+ATTENTION_FORMATS = frozenset({"V41_FP8", "V41_FP4", "BF16"})
+MAX_HEADS = 128  # output partitions
+MAX_LAUNCH_ROWS = 256  # rows of one kernel call: its program is unrolled, about 140 instructions a row
+TINY_SCALE = 1e-20  # below it every logit rounds to 0 beside any other
 
 
-def lane_width(heads):
-    """Output partitions one row owns: 32, 64 or 128."""
-    if heads <= 32:
-        return 32
-    if heads <= 64:
-        return 64
-    return P
+class Visible(NamedTuple):
+    """The slots of one scope, padded to the kernel's tile: slots [rows, k] int32, 0 where not valid; valid [rows, k]
+    bool."""
+
+    slots: torch.Tensor
+    valid: torch.Tensor
 
 
-def raw_pitch(kind):
-    """Bytes one gathered record takes in a buffer; 0: the record is the bfloat16 row itself."""
-    if kind == "bf16":
-        return 0
-    if kind == "fp4":
-        return FP4_PITCH
-    return FP8_PITCH
+class Softmax(NamedTuple):
+    """Scale and sink of a call in the form kernels take."""
+
+    scale: float  # positive
+    sign: float  # -1, 0 or 1, to be applied to the queries
+    sink: torch.Tensor  # [heads, 1] float32, clamped to +-1e30
 
 
-def core_rows(rows):
-    """(first row, number of rows) of this core: halves on two cores; a single row is the first core's."""
-    cores = 1
-    core = 0
-    if nl.program_ndim() > 0:
-        cores = nl.num_programs(axes=0)
-        core = nl.program_id(axis=0)
-    if rows < cores:
-        if core == 0:
-            return 0, rows
-        return 0, 0
-    share = rows // cores
-    first = core * share
-    if core == cores - 1:
-        share = rows - first
-    return first, share
-
-
-def load_queries(q, first, count, heads, width):
-    """q^T [128 d, 4, 128 lanes] bf16 of `count` rows from row `first`; row i of the group in lanes i * width .."""
-    lanes = count * width
-    rows = nl.ndarray(shape=(P, D), dtype=nl.bfloat16, buffer=nl.sbuf)
-    if heads == width:
-        nisa.dma_copy(dst=rows[0:lanes, :], src=q[first * heads : first * heads + lanes, :])
+def softmax_of(softmax_scale: float, attn_sink: torch.Tensor | None, like: torch.Tensor, heads: int) -> Softmax:
+    """A kernel's scale is positive: the sign moves to the queries, and a scale of zero zeroes them."""
+    if attn_sink is None:
+        sink = torch.full((heads, 1), EMPTY, dtype=torch.float32, device=like.device)
     else:
-        nisa.memset(dst=rows[0:lanes, :], value=0.0, engine=nisa.engine.vector)
-        for i in range(count):
-            nisa.dma_copy(
-                dst=rows[i * width : i * width + heads, :], src=q[(first + i) * heads : (first + i + 1) * heads, :]
-            )
-    psum = nl.ndarray(shape=(P, D_BLOCKS, P), dtype=nl.bfloat16, buffer=nl.psum)
-    for d in range(D_BLOCKS):
-        nisa.nc_transpose(dst=psum[:, d, 0:lanes], data=rows[0:lanes, d * P : (d + 1) * P], engine=nisa.engine.tensor)
-    q_t = nl.ndarray(shape=(P, D_BLOCKS, P), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.activation(dst=q_t[:, :, 0:lanes], op=nl.copy, data=psum[:, :, 0:lanes])
-    return q_t
+        sink = attn_sink.clamp(EMPTY, -EMPTY).unsqueeze(1)
+    if abs(softmax_scale) < TINY_SCALE:
+        return Softmax(1.0, 0.0, sink)
+    return Softmax(abs(softmax_scale), 1.0 if softmax_scale > 0 else -1.0, sink)
 
 
-def transpose_chunks(k_t, v, first, stop):
-    """K^T of chunks first .. stop - 1 of V, two chunks to a PSUM bank and one evacuation by the Scalar engine."""
-    for start in range(first, stop, 2):
-        count = min(2, stop - start)
-        psum = nl.ndarray(shape=(P, 2, D_BLOCKS, P), dtype=nl.bfloat16, buffer=nl.psum)
-        for j in range(count):
-            for d in range(D_BLOCKS):
-                nisa.nc_transpose(
-                    dst=psum[:, j, d, :], data=v[:, start + j, d * P : (d + 1) * P], engine=nisa.engine.tensor
-                )
-        nisa.activation(dst=k_t[:, start : start + count, :, :], op=nl.copy, data=psum[:, 0:count, :, :])
+def visible_slots(call: SparseDecodeCall, number: int) -> Visible:
+    """The slots of scope `number`, [rows, padded topk]."""
+    scope = call.scopes[number]
+    rows, topk = call.num_rows, scope.indices.shape[2]
+    listed = scope.indices.reshape(rows, topk)
+    valid = listed >= 0
+    if scope.topk_length is not None:
+        length = scope.topk_length.unsqueeze(1).expand(call.q.shape[0], call.q.shape[1]).reshape(rows, 1)
+        column = torch.arange(topk, dtype=torch.int32, device=listed.device)
+        valid = valid & (column < length)
+    width = -(-topk // CHUNK) * CHUNK
+    slots = torch.where(valid, listed, 0)
+    return Visible(launch.pad_to(slots, width, 1, 0), launch.pad_to(valid, width, 1, False))
 
 
-def multiply_lanes(dst, stationary, moving, lane, width, accumulate):
-    """dst = stationary^T moving in the column tile of one row's lanes."""
-    if width == P:
-        nisa.nc_matmul(dst=dst, stationary=stationary, moving=moving, accumulate=accumulate)
-    else:
-        nisa.nc_matmul(
-            dst=dst,
-            stationary=stationary,
-            moving=moving,
-            accumulate=accumulate,
-            tile_position=(0, lane),
-            tile_size=(P, width),
-        )
+def check_call(call: SparseDecodeCall) -> None:
+    """In checked mode, outside a graph: refuse slots outside their cache before anything reads them."""
+    if launch.checks_now(call.checks):
+        for number, scope in enumerate(call.scopes):
+            check_slots("sparse_decode", f"scopes[{number}]", scope.indices, scope.cache.num_slots, scope.topk_length)
 
 
-def score_keys(scores, q_t, k_t, lane, width, chunks, masked):
-    """scores[lane .. lane + width, keys] (+)= q . k of one row, one chain of matmuls per PSUM bank."""
-    per_bank = BANK // P
-    for start in range(0, chunks, per_bank):
-        stop = min(start + per_bank, chunks)
-        for d in range(D_BLOCKS):
-            multiply_lanes(
-                dst=scores[lane : lane + width, start * P : stop * P],
-                stationary=q_t[:, d, lane : lane + width],
-                moving=k_t[:, start:stop, d, :],
-                lane=lane,
-                width=width,
-                accumulate=masked or d > 0,
-            )
+def attention_operands(
+    queries: torch.Tensor, softmax: Softmax, valid: torch.Tensor, padded: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(q [padded * heads, 512] bf16, bias [padded, 16 + k] fp32) of queries [rows, heads, 512] and valid [rows, k]."""
+    if softmax.sign != 1.0:
+        queries = queries * softmax.sign
+    queries = launch.pad_to(queries, padded, 0, 0.0)
+    valid = launch.pad_to(valid, padded, 0, False)
+    head = queries.new_zeros((padded, BIAS_PAD - 1), dtype=torch.float32)
+    scale = torch.full((padded, 1), softmax.scale, dtype=torch.float32, device=queries.device)
+    bias = torch.cat((scale, head, torch.where(valid, 0.0, EMPTY)), dim=1)
+    return queries.reshape(-1, queries.shape[-1]), bias
 
 
-def one_hot_rows(rows, width):
-    """[rows, rows * width] bf16: 1 where column // width is the partition; its slices pick a group's rows."""
-    ones = nl.ndarray(shape=(P, rows), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.memset(dst=ones, value=1.0, engine=nisa.engine.vector)
-    identity = nl.ndarray(shape=(P, rows), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.affine_select(
-        dst=identity,
-        pattern=[[-1, rows]],
-        offset=0,
-        channel_multiplier=1,
-        on_true_tile=ones,
-        on_false_value=0.0,
-        cmp_op=nl.equal,
-    )
-    select = nl.ndarray(shape=(P, rows * width), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.tensor_copy(
-        dst=select.reshape_dim(1, (rows, width)),
-        src=identity.expand_dim(2).broadcast(2, width),
-        engine=nisa.engine.vector,
-    )
-    return select
+def finish_attention(
+    out: torch.Tensor, stats: tuple[torch.Tensor, ...], valid: torch.Tensor, attn_sink: torch.Tensor | None, heads: int
+) -> tuple[torch.Tensor, ...]:
+    """Kernel results [padded * heads, n] of valid [rows, k] rows to (out [rows, heads, 512], stats [rows, heads] ..).
 
-
-def load_mask(bias, first, count, key, keys):
-    """[count rows, keys] bf16 of the per-slot bias, one row per partition."""
-    wide = nl.ndarray(shape=(P, keys), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=wide[0:count, :], src=bias[first : first + count, BIAS_PAD + key : BIAS_PAD + key + keys])
-    mask = nl.ndarray(shape=(P, keys), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.activation(dst=mask[0:count, :], op=nl.copy, data=wide[0:count, :])
-    return mask
-
-
-def load_lanes(dst, src, offset, step, count, width, run):
-    """dst[i * width + j, :] = src's elements offset + i * step .. + run, the same for every lane j of row i."""
-    for i in range(count):
-        nisa.dma_copy(
-            dst=dst[i * width : (i + 1) * width, :],
-            src=src.ap(pattern=[[0, width], [1, run]], offset=offset + i * step),
-        )
-
-
-def load_index_columns(idx, first, count, chunks, is_columns):
-    """[128, count * chunks] int32 on chip: column r * chunks + c holds the indices of chunk c of row first + r.
-
-    `is_columns`: idx is laid out so already, [128, rows * chunks]; else it is [rows, chunks * 128], read element by element.
+    Rows without a valid slot become 0 with infinite statistics, heads with an infinite sink 0.
     """
-    columns = nl.ndarray(shape=(P, count * chunks), dtype=nl.int32, buffer=nl.sbuf)
-    if is_columns:
-        nisa.dma_copy(dst=columns, src=idx[:, first * chunks : (first + count) * chunks])
-    else:
-        nisa.dma_copy(dst=columns, src=idx.ap(pattern=[[1, P], [P, count * chunks]], offset=first * chunks * P))
-    return columns
+    rows = valid.shape[0]
+    lonely = ~valid.any(dim=1)
+    zero = lonely.reshape(rows, 1, 1)
+    if attn_sink is not None:
+        zero = zero | (attn_sink == torch.inf).reshape(1, heads, 1)
+    out = torch.where(zero, 0.0, out[: rows * heads].reshape(rows, heads, out.shape[1]))
+    ends = (torch.inf, -torch.inf)  # lse, max_logits
+    finished = [
+        torch.where(lonely.reshape(rows, 1), end, each[: rows * heads].reshape(rows, heads))
+        for each, end in zip(stats, ends, strict=False)
+    ]
+    return (out, *finished)
 
 
-def gather_chunk(dst, pool, length, column):
-    """dst [128, length] = the `length` elements of the pool that begin at unit `column[p]`; empty units are skipped."""
-    nisa.dma_copy(
-        dst=dst,
-        src=pool.ap(pattern=[[pool.shape[1], P], [1, length]], vector_offset=column, indirect_dim=0),
-        oob_mode=nisa.oob_mode.skip,
-    )
+def no_rows(call: SparseDecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
+    out = call.q.new_empty(call.q.shape, dtype=call.out_dtype)
+    return out, call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
 
 
-def gather_scope(raw, v, base, kind, pool, columns, scale_columns, column, first, stop):
-    """Issue the gathers of chunks first .. stop - 1 of one row of one scope, into `raw`, or into V for bf16 rows."""
-    for c in range(first, stop):
-        at = columns[:, column + c : column + c + 1]
-        if kind == "bf16":
-            target = v[:, base + c - first, :]
-            if pool.dtype == nl.uint8:
-                gather_chunk(dst=target.view(nl.uint8), pool=pool, length=2 * D, column=at)
-            else:
-                gather_chunk(dst=target, pool=pool, length=D, column=at)
-        else:
-            data = FP4_DATA if kind == "fp4" else FP8_DATA
-            scales = FP4_SCALES if kind == "fp4" else FP8_SCALES
-            if scale_columns == None:
-                gather_chunk(dst=raw[:, c - first, 0 : data + scales], pool=pool, length=data + scales, column=at)
-            else:
-                gather_chunk(dst=raw[:, c - first, 0:data], pool=pool, length=data, column=at)
-                gather_chunk(
-                    dst=raw[:, c - first, data : data + scales],
-                    pool=pool,
-                    length=scales,
-                    column=scale_columns[:, column + c : column + c + 1],
-                )
+def in_blocks(call: SparseDecodeCall, limit: int, run: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """`run(queries, softmax, visible, padded)` on blocks of at most `limit` rows, joined and reshaped."""
+    check_call(call)
+    b, s_q, heads, d = call.q.shape
+    rows = b * s_q
+    if rows == 0:
+        return no_rows(call)
+    queries = call.q.reshape(rows, heads, d)
+    softmax = softmax_of(call.softmax_scale, call.attn_sink, call.q, heads)
+    seen = [visible_slots(call, number) for number in range(len(call.scopes))]
+    outs, lses = [], []
+    for start, count, padded in launch.blocks_of_rows(rows, limit):
+        part = [Visible(v.slots[start : start + count], v.valid[start : start + count]) for v in seen]
+        valid = part[0].valid if len(part) == 1 else torch.cat([v.valid for v in part], dim=1)
+        out, *stats = run(queries[start : start + count], softmax, part, valid, padded)
+        out, lse = finish_attention(out, tuple(stats), valid, call.attn_sink, heads)
+        outs.append(out)
+        lses.append(lse)
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    lse = lses[0] if len(lses) == 1 else torch.cat(lses)
+    return out.reshape(call.q.shape), lse.reshape(b, s_q, heads)
 
 
-def decode_scope(v, base, raw, kind, count, step, lanes):
-    """V[:, base .. base + count] of gathered records, `step` chunks per instruction."""
-    for start in range(0, count, step):
-        stop = min(start + step, count)
-        chunks = stop - start
-        dst = v[:, base + start : base + stop, :]
-        if kind == "fp4":
-            factors = scale_factors_e4m3(
-                raw=raw[:, start:stop, FP4_DATA : FP4_DATA + FP4_SCALES], chunks=chunks, groups=FP4_SCALES
-            )
-            decode_e2m1(dst=dst, data=raw[:, start:stop, 0:FP4_DATA], factors=factors, groups=FP4_SCALES, lanes=lanes)
-        else:
-            is_integer = kind == "fp8_integer"
-            factors = scale_factors_ue8m0(
-                raw=raw[:, start:stop, FP8_DATA : FP8_DATA + FP8_SCALES],
-                chunks=chunks,
-                groups=FP8_SCALES,
-                raise_by=E4M3_RAISE if is_integer else 0,
-            )
-            data = raw[:, start:stop, 0:FP8_DATA]
-            if is_integer:
-                decode_e4m3_integer(dst=dst, data=data, factors=factors, groups=FP8_SCALES, lanes=32)
-            else:
-                decode_e4m3_native(dst=dst, data=data, factors=factors, groups=FP8_SCALES)
+# --- fused -----------------------------------------------------------------------------------------------------------
 
 
-def column_tile():
-    """(128, 1) float32."""
-    return nl.ndarray(shape=(P, 1), dtype=nl.float32, buffer=nl.sbuf)
+def kind_of(cache: PagedCache) -> str:
+    """The kernel's decoding of a cache: e4m3 by the engines' own cast only where the writer kept below 256."""
+    if cache.format is V41_FP8:
+        return "fp8_native" if cache.e4m3_max == 224 else "fp8_integer"
+    return "fp4" if cache.format.name == "V41_FP4" else "bf16"
 
 
-def attend(q, bias, sink, scopes, with_lse, with_max, exact_bias, out_fp32, lanes):
-    """The body of every kernel here. `scopes`: list of dicts with kind, chunks, pool, idx, scale_idx, is_columns.
-
-    Kind "rows" is gathered already: pool holds the keys of all rows one after another.
-    """
-    rows = bias.shape[0]
-    keys = bias.shape[1] - BIAS_PAD
-    chunks = keys // P
-    heads = q.shape[0] // rows
-    width = lane_width(heads)
-    per_group = P // width
-    out_dtype = nl.float32 if out_fp32 else nl.bfloat16
-    out = nl.ndarray(shape=(rows * heads, D), dtype=out_dtype, buffer=nl.shared_hbm, name="out")
-    results = [out]
-    lse = None
-    if with_lse:
-        lse = nl.ndarray(shape=(rows * heads, 1), dtype=nl.float32, buffer=nl.shared_hbm, name="lse")
-        results.append(lse)
-    top = None
-    if with_max:
-        top = nl.ndarray(shape=(rows * heads, 1), dtype=nl.float32, buffer=nl.shared_hbm, name="max_logits")
-        results.append(top)
-
-    first_row, num_rows = core_rows(rows=rows)
-    if num_rows == 0:
-        return results
-    num_segments = (chunks + SEGMENT - 1) // SEGMENT
-    segment_chunks = min(chunks, SEGMENT)
-    num_groups = (num_rows + per_group - 1) // per_group
-
-    # Index columns first: the first gathers wait for them.
-    begin = 0
-    for scope in scopes:
-        scope["begin"] = begin
-        begin = begin + scope["chunks"]
-        scope["columns"] = None
-        scope["scale_columns"] = None
-        if scope["kind"] != "rows":
-            scope["columns"] = load_index_columns(
-                idx=scope["idx"],
-                first=first_row,
-                count=num_rows,
-                chunks=scope["chunks"],
-                is_columns=scope["is_columns"],
-            )
-            if scope["scale_idx"] != None:
-                scope["scale_columns"] = load_index_columns(
-                    idx=scope["scale_idx"],
-                    first=first_row,
-                    count=num_rows,
-                    chunks=scope["chunks"],
-                    is_columns=scope["is_columns"],
-                )
-
-    # Buffers that gathers write, zeroed once because gathers skip empty slots.
-    depth = min(PREFETCH + 1, num_rows * num_segments)
-    has_bf16 = False
-    for scope in scopes:
-        scope["raw"] = []
-        if scope["kind"] == "bf16":
-            has_bf16 = True
-        elif scope["kind"] != "rows":
-            pitch = raw_pitch(kind=scope["kind"])
-            for i in range(depth):
-                raw = nl.ndarray(shape=(P, min(scope["chunks"], segment_chunks), pitch), dtype=nl.uint8, buffer=nl.sbuf)
-                nisa.memset(dst=raw.view(nl.uint32), value=0, engine=nisa.engine.vector)
-                scope["raw"].append(raw)
-    v_ring = []
-    v_depth = min(3 * per_group + PREFETCH, num_rows * num_segments)
-    if has_bf16:
-        for i in range(v_depth):
-            v = nl.ndarray(shape=(P, segment_chunks, D), dtype=nl.bfloat16, buffer=nl.sbuf)
-            nisa.memset(dst=v, value=0.0, engine=nisa.engine.vector)
-            v_ring.append(v)
-
-    sink_lanes = column_tile()
-    if heads < width:
-        nisa.memset(dst=sink_lanes, value=0.0, engine=nisa.engine.vector)
-    for i in range(min(per_group, num_rows)):
-        nisa.dma_copy(dst=sink_lanes[i * width : i * width + heads, :], src=sink)
-
-    # A step is (group, segment); an item is one row of a step.
-    steps = []
-    items = []
-    for g in range(num_groups):
-        count = min(per_group, num_rows - g * per_group)
-        for s in range(num_segments):
-            step = {
-                "group": g,
-                "segment": s,
-                "row": first_row + g * per_group,
-                "count": count,
-                "first": s * SEGMENT,
-                "stop": min((s + 1) * SEGMENT, chunks),
-                "v": [],
-            }
-            for i in range(count):
-                items.append({"step": len(steps), "slot": i, "v": None})
-            steps.append(step)
-
-    few = num_rows * num_segments <= 4  # latency counts: decode every chunk as it lands
-    state = {
-        "heads": heads,
-        "width": width,
-        "few": few,
-        "lanes": lanes,
-        "exact_bias": exact_bias,
-        "first_row": first_row,
-        "num_rows": num_rows,
-        "num_segments": num_segments,
-        "mask": None,
-        "mask_row": 0,
-        "select": None,
-        "mask_rows": 0,
-        "issued": 0,
-        "next": 0,
-    }
-    if not exact_bias:
-        block = P if keys <= MASK_KEYS else per_group
-        state["mask_rows"] = min(block, num_rows)
-
-    for i in range(len(steps) + 2):
-        if i < len(steps):
-            prepare_step(
-                q=q, bias=bias, keys=keys, scopes=scopes, steps=steps, items=items, i=i, state=state, v_ring=v_ring
-            )
-        if i >= 1 and i - 1 < len(steps):
-            soften_step(steps=steps, i=i - 1, bias=bias, state=state)
-        if i >= 2:
-            emit_step(steps=steps, i=i - 2, sink=sink_lanes, out=out, lse=lse, top=top, state=state)
-    return results
+def pool_refusals(call: SparseDecodeCall) -> list[str]:
+    found = [launch.pool_refusal(scope.cache, f"scopes[{number}]") for number, scope in enumerate(call.scopes)]
+    return [sentence for sentence in found if sentence]
 
 
-def issue_item(scopes, steps, items, n, state, v_ring):
-    """Issue the gathers of item n."""
-    item = items[n]
-    step = steps[item["step"]]
-    count = step["stop"] - step["first"]
-    row = step["row"] + item["slot"] - state["first_row"]
-    if len(v_ring) > 0:
-        v = v_ring[n % len(v_ring)]
-    else:
-        v = nl.ndarray(shape=(P, count, D), dtype=nl.bfloat16, buffer=nl.sbuf)
-    item["v"] = v
-    for scope in scopes:
-        first = max(step["first"] - scope["begin"], 0)
-        stop = min(step["stop"] - scope["begin"], scope["chunks"])
-        if first < stop:
-            base = scope["begin"] + first - step["first"]
-            if scope["kind"] == "rows":
-                load_rows(
-                    v=v,
-                    base=base,
-                    kv=scope["pool"],
-                    row=step["row"] + item["slot"],
-                    chunks=scope["chunks"],
-                    first=first,
-                    stop=stop,
-                )
-            else:
-                raw = None
-                if scope["kind"] != "bf16":
-                    raw = scope["raw"][n % len(scope["raw"])]
-                gather_scope(
-                    raw=raw,
-                    v=v,
-                    base=base,
-                    kind=scope["kind"],
-                    pool=scope["pool"],
-                    columns=scope["columns"],
-                    scale_columns=scope["scale_columns"],
-                    column=row * scope["chunks"],
-                    first=first,
-                    stop=stop,
-                )
+def _fused_planar_rule(call: SparseDecodeCall) -> list[str]:
+    if "planar" not in call.layouts:
+        return ["page layout must be planar in one scope at least; interleaved records need no second gather"]
+    return pool_refusals(call)
 
 
-def load_rows(v, base, kv, row, chunks, first, stop):
-    """V of keys that lie one after another in HBM: key c * 128 + p to partition p of chunk c."""
-    start = row * chunks * P
-    nisa.dma_copy(
-        dst=v[:, base : base + stop - first, :],
-        src=kv.ap(pattern=[[D, P], [P * D, stop - first], [1, D]], offset=(start + first * P) * D),
-    )
-
-
-def mask_block(bias, keys, step, state):
-    """The mask tile that holds the step's rows, loaded when the steps enter a new block of rows."""
-    rows = state["mask_rows"]
-    row = step["row"] - state["first_row"]
-    if state["select"] == None:
-        state["select"] = one_hot_rows(rows=rows, width=state["width"])
-    if keys > MASK_KEYS:
-        state["mask_row"] = row
-        first = step["first"] * P
-        return load_mask(bias=bias, first=step["row"], count=step["count"], key=first, keys=step["stop"] * P - first)
-    if state["mask"] == None or row >= state["mask_row"] + rows:
-        state["mask_row"] = row
-        state["mask"] = load_mask(
-            bias=bias, first=step["row"], count=min(rows, state["num_rows"] - row), key=0, keys=keys
-        )
-    return state["mask"]
-
-
-def prepare_step(q, bias, keys, scopes, steps, items, i, state, v_ring):
-    """Gather, decode, transpose and score the rows of step i."""
-    step = steps[i]
-    width = state["width"]
-    count = step["stop"] - step["first"]
-    live = step["count"] * width
-    if state["issued"] == 0:
-        issue_item(scopes=scopes, steps=steps, items=items, n=0, state=state, v_ring=v_ring)
-        state["issued"] = 1
-    if step["segment"] == 0:
-        state["q_t"] = load_queries(q=q, first=step["row"], count=step["count"], heads=state["heads"], width=width)
-        scale = column_tile()
-        load_lanes(
-            dst=scale,
-            src=bias,
-            offset=step["row"] * bias.shape[1],
-            step=bias.shape[1],
-            count=step["count"],
-            width=width,
-            run=1,
-        )
-        negative = column_tile()
-        nisa.tensor_scalar(
-            dst=negative[0:live, :], data=scale[0:live, :], op0=nl.multiply, operand0=-1.0, engine=nisa.engine.vector
-        )
-        state["scale"] = scale
-        state["negative"] = negative
-    step["scale"] = state["scale"]
-    step["negative"] = state["negative"]
-    scores = nl.ndarray(shape=(P, count * P), dtype=nl.float32, buffer=nl.psum)
-    step["scores"] = scores
-    if not state["exact_bias"]:
-        mask = mask_block(bias=bias, keys=keys, step=step, state=state)
-        base = 0 if keys > MASK_KEYS else step["first"] * P
-        row = step["row"] - state["first_row"] - state["mask_row"]
-        rows = min(state["mask_rows"], state["num_rows"] - state["mask_row"])
-        if keys > MASK_KEYS:
-            rows = step["count"]
-        for start in range(0, count * P, BANK):
-            stop = min(start + BANK, count * P)
-            nisa.nc_matmul(
-                dst=scores[0:live, start:stop],
-                stationary=state["select"][0:rows, row * width : row * width + live],
-                moving=mask[0:rows, base + start : base + stop],
-                accumulate=False,
-            )
-    for slot in range(step["count"]):
-        n = state["next"]
-        state["next"] = n + 1
-        while state["issued"] < len(items) and state["issued"] <= n + PREFETCH:
-            issue_item(scopes=scopes, steps=steps, items=items, n=state["issued"], state=state, v_ring=v_ring)
-            state["issued"] = state["issued"] + 1
-        v = items[n]["v"]
-        step["v"].append(v)
-        for scope in scopes:
-            first = max(step["first"] - scope["begin"], 0)
-            stop = min(step["stop"] - scope["begin"], scope["chunks"])
-            if first < stop and len(scope["raw"]) > 0:
-                decode_scope(
-                    v=v,
-                    base=scope["begin"] + first - step["first"],
-                    raw=scope["raw"][n % len(scope["raw"])],
-                    kind=scope["kind"],
-                    count=stop - first,
-                    step=1 if state["few"] else stop - first,
-                    lanes=state["lanes"],
-                )
-        k_t = nl.ndarray(shape=(P, count, D_BLOCKS, P), dtype=nl.bfloat16, buffer=nl.sbuf)
-        transpose_chunks(k_t=k_t, v=v, first=0, stop=count)
-        score_keys(
-            scores=scores,
-            q_t=state["q_t"],
-            k_t=k_t,
-            lane=slot * width,
-            width=width,
-            chunks=count,
-            masked=not state["exact_bias"],
-        )
-
-
-def soften_step(steps, i, bias, state):
-    """P and its row sums of step i, with the running maximum when there are several segments."""
-    step = steps[i]
-    live = step["count"] * state["width"]
-    keys = (step["stop"] - step["first"]) * P
-    data = step["scores"][0:live, :]
-    scale = step["scale"][0:live, :]
-    negative = step["negative"][0:live, :]
-    if state["exact_bias"]:
-        tile = nl.ndarray(shape=(P, keys), dtype=nl.float32, buffer=nl.sbuf)
-        load_lanes(
-            dst=tile,
-            src=bias,
-            offset=step["row"] * bias.shape[1] + BIAS_PAD + step["first"] * P,
-            step=bias.shape[1],
-            count=step["count"],
-            width=state["width"],
-            run=keys,
-        )
-        logits = nl.ndarray(shape=(P, keys), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.scalar_tensor_tensor(
-            dst=logits[0:live, :], data=data, op0=nl.multiply, operand0=scale, op1=nl.add, operand1=tile[0:live, :]
-        )
-        data = logits[0:live, :]
-    peak = column_tile()
-    nisa.tensor_reduce(dst=peak[0:live, :], op=nl.maximum, data=data, axis=1)
-    minus = column_tile()  # -m, what exp adds
-    if state["exact_bias"]:
-        nisa.tensor_scalar(
-            dst=minus[0:live, :], data=peak[0:live, :], op0=nl.multiply, operand0=-1.0, engine=nisa.engine.vector
-        )
-    else:
-        nisa.tensor_tensor(
-            dst=minus[0:live, :], data1=peak[0:live, :], data2=negative, op=nl.multiply, engine=nisa.engine.vector
-        )
-    step["rescale"] = None
-    if step["segment"] > 0:
-        before = steps[i - 1]
-        lower = column_tile()
-        nisa.tensor_tensor(
-            dst=lower[0:live, :],
-            data1=minus[0:live, :],
-            data2=before["minus"][0:live, :],
-            op=nl.minimum,
-            engine=nisa.engine.vector,
-        )
-        shift = column_tile()  # m before - m now
-        nisa.tensor_tensor(
-            dst=shift[0:live, :],
-            data1=lower[0:live, :],
-            data2=before["minus"][0:live, :],
-            op=nl.subtract,
-            engine=nisa.engine.vector,
-        )
-        rescale = column_tile()
-        nisa.activation(dst=rescale[0:live, :], op=nl.exp, data=shift[0:live, :])
-        step["rescale"] = rescale
-        minus = lower
-    step["minus"] = minus
-    p = nl.ndarray(shape=(P, keys), dtype=nl.bfloat16, buffer=nl.sbuf)
-    total = column_tile()
-    if state["exact_bias"]:
-        nisa.activation_reduce(
-            dst=p[0:live, :],
-            op=nl.exp,
-            data=data,
-            reduce_op=nl.add,
-            reduce_res=total[0:live, :],
-            bias=minus[0:live, :],
-        )
-    else:
-        nisa.activation_reduce(
-            dst=p[0:live, :],
-            op=nl.exp,
-            data=data,
-            reduce_op=nl.add,
-            reduce_res=total[0:live, :],
-            bias=minus[0:live, :],
-            scale=scale,
-        )
-    if step["segment"] > 0:
-        joined = column_tile()
-        nisa.scalar_tensor_tensor(
-            dst=joined[0:live, :],
-            data=steps[i - 1]["total"][0:live, :],
-            op0=nl.multiply,
-            operand0=step["rescale"][0:live, :],
-            op1=nl.add,
-            operand1=total[0:live, :],
-        )
-        total = joined
-    step["p"] = p
-    step["total"] = total
-    step["scores"] = None
-
-
-def emit_step(steps, i, sink, out, lse, top, state):
-    """P @ V of step i; after the last segment the division and the stores."""
-    step = steps[i]
-    width = state["width"]
-    heads = state["heads"]
-    live = step["count"] * width
-    chunks = step["stop"] - step["first"]
-    psum = nl.ndarray(shape=(P, chunks, P), dtype=nl.bfloat16, buffer=nl.psum)
-    for c in range(chunks):
-        nisa.nc_transpose(
-            dst=psum[:, c, 0:live], data=step["p"][0:live, c * P : (c + 1) * P], engine=nisa.engine.tensor
-        )
-    p_t = nl.ndarray(shape=(P, chunks, P), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=p_t[:, :, 0:live], src=psum[:, :, 0:live], engine=nisa.engine.vector)
-    product = nl.ndarray(shape=(P, D), dtype=nl.float32, buffer=nl.psum)
-    for slot in range(step["count"]):
-        lane = slot * width
-        for c in range(chunks):
-            multiply_lanes(
-                dst=product[lane : lane + width, :],
-                stationary=p_t[:, c, lane : lane + width],
-                moving=step["v"][slot][:, c, :],
-                lane=lane,
-                width=width,
-                accumulate=c > 0,
-            )
-    result = product
-    if state["num_segments"] > 1:
-        result = nl.ndarray(shape=(P, D), dtype=nl.float32, buffer=nl.sbuf)
-        if step["segment"] == 0:
-            nisa.activation(dst=result[0:live, :], op=nl.copy, data=product[0:live, :])
-        else:
-            nisa.scalar_tensor_tensor(
-                dst=result[0:live, :],
-                data=steps[i - 1]["result"][0:live, :],
-                op0=nl.multiply,
-                operand0=step["rescale"][0:live, :],
-                op1=nl.add,
-                operand1=product[0:live, :],
-            )
-    step["result"] = result
-    step["v"] = []
-    if step["segment"] < state["num_segments"] - 1:
+def refuse_codes(call: SparseDecodeCall) -> None:
+    """In checked mode, outside a graph: refuse selected records that the kernel's decoding would misread."""
+    if not launch.checks_now(call.checks):
         return
-    finish_group(step=step, heads=heads, width=width, sink=sink, out=out, lse=lse, top=top)
-
-
-def finish_group(step, heads, width, sink, out, lse, top):
-    """out = O / (sum + exp(min(sink - m, cap))), lse = m + ln(sum); stores."""
-    live = step["count"] * width
-    minus = step["minus"][0:live, :]
-    above = column_tile()
-    nisa.tensor_tensor(dst=above[0:live, :], data1=sink[0:live, :], data2=minus, op=nl.add, engine=nisa.engine.vector)
-    capped = column_tile()
-    nisa.tensor_scalar(
-        dst=capped[0:live, :], data=above[0:live, :], op0=nl.minimum, operand0=SINK_CAP, engine=nisa.engine.vector
-    )
-    weight = column_tile()
-    nisa.activation(dst=weight[0:live, :], op=nl.exp, data=capped[0:live, :])
-    denominator = column_tile()
-    nisa.tensor_tensor(
-        dst=denominator[0:live, :],
-        data1=step["total"][0:live, :],
-        data2=weight[0:live, :],
-        op=nl.add,
-        engine=nisa.engine.vector,
-    )
-    inverse = column_tile()
-    nisa.reciprocal(dst=inverse[0:live, :], data=denominator[0:live, :])
-    final = nl.ndarray(shape=(P, D), dtype=out.dtype, buffer=nl.sbuf)
-    nisa.activation(dst=final[0:live, :], op=nl.copy, data=step["result"][0:live, :], scale=inverse[0:live, :])
-    store_lanes(dst=out, src=final, step=step, heads=heads, width=width)
-    if lse != None:
-        log = column_tile()
-        nisa.activation(dst=log[0:live, :], op=nl.log, data=step["total"][0:live, :])
-        stat = column_tile()
-        nisa.tensor_tensor(
-            dst=stat[0:live, :], data1=log[0:live, :], data2=minus, op=nl.subtract, engine=nisa.engine.vector
+    for number, scope in enumerate(call.scopes):
+        kind = kind_of(scope.cache)
+        if not kind.startswith("fp8"):
+            continue
+        seen = visible_slots(call, number)
+        slots = seen.slots[seen.valid]
+        if slots.numel() == 0:
+            continue
+        records = launch.gather_bytes(scope.cache, slots)
+        data = records[:, : V41_FP8.data_bytes] & 0x7F
+        bad = data >= 0x78 if kind == "fp8_native" else data == 0x7F
+        if not bool(bad.any()):
+            continue
+        where = bad.nonzero()[0]
+        slot, code = int(slots[where[0]]), int(records[where[0], where[1]])
+        why = (
+            f"got e4m3 code 0x{code:02X} in slot {slot}, which Trainium's own e4m3 reads as inf or NaN; the cache is "
+            "declared with e4m3_max=224, declare 448 for what was encoded so"
+            if kind == "fp8_native"
+            else f"got the NaN code 0x{code:02X} in slot {slot}; an unwritten slot or a corrupted record"
         )
-        store_lanes(dst=lse, src=stat, step=step, heads=heads, width=width)
-    if top != None:
-        peak = column_tile()
-        nisa.tensor_scalar(dst=peak[0:live, :], data=minus, op0=nl.multiply, operand0=-1.0, engine=nisa.engine.vector)
-        store_lanes(dst=top, src=peak, step=step, heads=heads, width=width)
-    step["result"] = None
+        raise SlotRangeError(f"sparse_decode: scopes[{number}].cache must hold codes the kernel can decode, {why}.")
 
 
-def store_lanes(dst, src, step, heads, width):
-    """Rows of dst [rows * heads, n] = the lanes of the step's rows."""
-    row = step["row"] * heads
-    if heads == width:
-        nisa.dma_copy(dst=dst[row : row + step["count"] * heads, :], src=src[0 : step["count"] * width, :])
-    else:
-        for i in range(step["count"]):
-            nisa.dma_copy(
-                dst=dst[row + i * heads : row + (i + 1) * heads, :], src=src[i * width : i * width + heads, :]
-            )
+def _fused(call: SparseDecodeCall, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    refuse_codes(call)
+    pools = [launch.pool_units(scope.cache) for scope in call.scopes]
+    kinds = [kind_of(scope.cache) for scope in call.scopes]
 
-
-def as_results(results):
-    """One tensor, or a tuple of them."""
-    if len(results) == 1:
-        return results[0]
-    if len(results) == 2:
-        return results[0], results[1]
-    return results[0], results[1], results[2]
-
-
-@nki.jit
-def gathered_attn(q, kv, bias, sink, with_lse=False, with_max=False, exact_bias=True, out_fp32=False):
-    """Attention of each row over its own gathered bf16 keys.
-
-    Dimensions: rows; h = q.shape[0] / rows <= 128 heads; k a multiple of 128 keys per row.
-    Args:
-        q: [rows * h, 512] bf16.
-        kv: [rows * k, 512] bf16, finite; key = value.
-        bias: [rows, 16 + k] fp32; column 0 the row's scale, columns 16.. added to the scaled logit, -1e30 for an empty slot.
-        sink: [h, 1] fp32, clamped to +-1e30 by the caller.
-        with_lse, with_max: also return them, [rows * h, 1] fp32.
-        exact_bias: False promises that biases are 0 or -1e30 and scales positive.
-        out_fp32: the output is fp32.
-    Returns: out [rows * h, 512] bf16 or fp32, then what was asked for. A row without a valid slot gives an average of its keys.
-    """
-    scopes = [
-        {
-            "kind": "rows",
-            "chunks": (bias.shape[1] - BIAS_PAD) // P,
-            "pool": kv,
-            "idx": None,
-            "scale_idx": None,
-            "is_columns": True,
-        }
-    ]
-    return as_results(
-        attend(
-            q=q,
+    def run(queries: Any, softmax: Softmax, part: list[Visible], valid: Any, padded: int) -> Any:
+        q, bias = attention_operands(queries, softmax, valid, padded)
+        arguments: dict[str, Any] = {"q": q}
+        for number, (units, seen) in enumerate(zip(pools, part, strict=True)):
+            data, scales = launch.unit_indices(units, seen.slots)
+            arguments[f"pool{number}"] = units.pool
+            arguments[f"idx{number}"] = _unit_columns(data, seen.valid, padded)
+            if scales is not None:
+                arguments[f"scale_idx{number}"] = _unit_columns(scales, seen.valid, padded)
+            arguments[f"kind{number}"] = kinds[number]
+        return launch.call_kernel(
+            backend,
+            fused_attn,
+            **arguments,
             bias=bias,
-            sink=sink,
-            scopes=scopes,
-            with_lse=with_lse,
-            with_max=with_max,
-            exact_bias=exact_bias,
-            out_fp32=out_fp32,
-            lanes=16,
+            sink=softmax.sink,
+            with_lse=True,
+            out_fp32=call.out_dtype == torch.float32,
         )
-    )
+
+    return in_blocks(call, MAX_LAUNCH_ROWS, run)
 
 
-@nki.jit
-def gathered_attn_idx(
-    q, kv_table, idx, bias, sink, with_lse=False, with_max=False, exact_bias=True, out_fp32=False, is_columns=False
-):
-    """The same over rows of one bf16 table, gathered on the device.
+def _unit_columns(units: torch.Tensor, valid: torch.Tensor, padded: int) -> torch.Tensor:
+    return launch.columns(launch.pad_to(torch.where(valid, units, EMPTY_UNIT), padded, 0, EMPTY_UNIT))
 
-    Args:
-        kv_table: [slots >= 2, 512] bf16; every row that an index names is finite.
-        idx: [rows, k] int32; an index outside the table is not read (its bias must be -1e30). `is_columns`: [128, rows * k / 128],
-            column r * k / 128 + c holding the indices of keys 128 c .. of row r.
-    """
-    scopes = [
-        {
-            "kind": "bf16",
-            "chunks": (bias.shape[1] - BIAS_PAD) // P,
-            "pool": kv_table,
-            "idx": idx,
-            "scale_idx": None,
-            "is_columns": is_columns,
-        }
-    ]
-    return as_results(
-        attend(
+
+@SPARSE_DECODE.impl(
+    "neuron",
+    "simulated",
+    strategy="fused",
+    limits=Limits(max_heads=MAX_HEADS, formats=ATTENTION_FORMATS, layouts=frozenset({"interleaved"})),
+    tolerance=WITHIN_2X_BF16,
+    rule=pool_refusals,
+)
+def _launch_fused(call: SparseDecodeCall, backend: str) -> Any:
+    return _fused(call, backend)
+
+
+@SPARSE_DECODE.impl(
+    "neuron",
+    "simulated",
+    strategy="fused_planar",
+    limits=Limits(max_heads=MAX_HEADS, formats=ATTENTION_FORMATS),
+    tolerance=WITHIN_2X_BF16,
+    rule=_fused_planar_rule,
+)
+def _launch_fused_planar(call: SparseDecodeCall, backend: str) -> Any:
+    return _fused(call, backend)
+
+
+# --- decoded table ---------------------------------------------------------------------------------------------------
+
+TABLE_ROWS = 16  # fewer rows read less by gathering their own records
+
+
+@config.constant_in_graphs
+def table_slots() -> int:
+    """Slots a decoded table may have."""
+    return int(config.get("DEEPINFER_NEURON_ATTN_TABLE_SLOTS"))
+
+
+def _table_rule(call: SparseDecodeCall) -> list[str]:
+    slots = sum([scope.cache.num_slots for scope in call.scopes])
+    if slots > table_slots():
+        return [f"the caches must hold at most {table_slots()} slots (DEEPINFER_NEURON_ATTN_TABLE_SLOTS), got {slots}"]
+    if slots == 0:
+        return ["the caches must hold at least one slot, got none"]
+    return []
+
+
+@SPARSE_DECODE.impl(
+    "neuron",
+    "simulated",
+    strategy="decoded_table",
+    limits=Limits(max_heads=MAX_HEADS, formats=ATTENTION_FORMATS),
+    tolerance=WITHIN_2X_BF16,
+    rule=_table_rule,
+)
+def _launch_table(call: SparseDecodeCall, backend: str) -> Any:
+    tables = [launch.load_cache(scope.cache) for scope in call.scopes]
+    table = tables[0] if len(tables) == 1 else torch.cat(tables)
+    table = launch.pad_to(table, max(2, table.shape[0]), 0, 0.0)
+    starts = (0, tables[0].shape[0])
+
+    def run(queries: Any, softmax: Softmax, part: list[Visible], valid: Any, padded: int) -> Any:
+        q, bias = attention_operands(queries, softmax, valid, padded)
+        shifted = [seen.slots + starts[number] for number, seen in enumerate(part)]
+        idx = torch.where(valid, shifted[0] if len(shifted) == 1 else torch.cat(shifted, dim=1), EMPTY_UNIT)
+        return launch.call_kernel(
+            backend,
+            gathered_attn_idx,
             q=q,
+            kv_table=table,
+            idx=launch.columns(launch.pad_to(idx, padded, 0, EMPTY_UNIT)),
             bias=bias,
-            sink=sink,
-            scopes=scopes,
-            with_lse=with_lse,
-            with_max=with_max,
-            exact_bias=exact_bias,
-            out_fp32=out_fp32,
-            lanes=16,
+            sink=softmax.sink,
+            with_lse=True,
+            exact_bias=False,
+            is_columns=True,
+            out_fp32=call.out_dtype == torch.float32,
         )
-    )
+
+    return in_blocks(call, MAX_LAUNCH_ROWS, run)
 
 
-@nki.jit
-def fused_attn(
-    q,
-    pool0,
-    idx0,
-    bias,
-    sink,
-    scale_idx0=None,
-    pool1=None,
-    idx1=None,
-    scale_idx1=None,
-    kind0="fp8_native",
-    kind1="",
-    with_lse=False,
-    exact_bias=False,
-    out_fp32=False,
-    lanes=16,
-):
-    """Attention directly over records of one or two pools, gathered and decoded on chip.
+# --- rows gathered and decoded in torch ------------------------------------------------------------------------------
 
-    Args:
-        pool0, pool1: [units, g] uint8, the whole pool (bf16 rows: [slots, 512] bf16 too); a record is consecutive units.
-        idx0, idx1: [128, rows * chunks] int32: unit of each record, -1 for an empty slot; column r * chunks + c of row r, chunk c.
-        scale_idx0, scale_idx1: the units of the scale bytes when they lie apart (planar pages), else None.
-        kind0, kind1: "fp8_native", "fp8_integer", "fp4" or "bf16".
-        bias, sink, with_lse, exact_bias, out_fp32: as above; scope 0's slots come first.
-        lanes: 16 or 32 bits per bit operation of e2m1.
-    """
-    rows = bias.shape[0]
-    scopes = [
-        {
-            "kind": kind0,
-            "chunks": idx0.shape[1] // rows,
-            "pool": pool0,
-            "idx": idx0,
-            "scale_idx": scale_idx0,
-            "is_columns": True,
-        }
-    ]
-    if kind1 != "":
-        scopes.append(
-            {
-                "kind": kind1,
-                "chunks": idx1.shape[1] // rows,
-                "pool": pool1,
-                "idx": idx1,
-                "scale_idx": scale_idx1,
-                "is_columns": True,
-            }
-        )
-    return as_results(
-        attend(
+
+def gather_decoded_rows(cache: PagedCache, seen: Visible, padded: int) -> torch.Tensor:
+    """[padded, k, 512] bf16 of the visible slots, 0 where not valid. The row count of gather and decode is `padded`."""
+    slots = launch.pad_to(seen.slots, padded, 0, 0)
+    valid = launch.pad_to(seen.valid, padded, 0, False)
+    if cache.num_slots == 0:
+        return torch.zeros((*slots.shape, 512), dtype=torch.bfloat16, device=slots.device)
+    records = launch.gather_bytes(cache, slots)
+    rows = records if records.dtype == torch.bfloat16 else launch.decode_rows(records, cache.format)
+    return torch.where(valid.unsqueeze(-1), rows, 0.0)
+
+
+def _row_gather_rule(call: SparseDecodeCall) -> list[str]:
+    found = [launch.gather_refusal(scope.cache, f"scopes[{number}]") for number, scope in enumerate(call.scopes)]
+    return [sentence for sentence in found if sentence]
+
+
+@SPARSE_DECODE.impl(
+    "neuron",
+    "simulated",
+    strategy="row_gather",
+    limits=Limits(max_heads=MAX_HEADS, formats=ATTENTION_FORMATS),
+    tolerance=WITHIN_2X_BF16,
+    rule=_row_gather_rule,
+)
+def _launch_row_gather(call: SparseDecodeCall, backend: str) -> Any:
+    def run(queries: Any, softmax: Softmax, part: list[Visible], valid: Any, padded: int) -> Any:
+        q, bias = attention_operands(queries, softmax, valid, padded)
+        parts = [gather_decoded_rows(scope.cache, seen, padded) for scope, seen in zip(call.scopes, part, strict=True)]
+        kv = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return launch.call_kernel(
+            backend,
+            gathered_attn,
             q=q,
+            kv=kv.reshape(-1, kv.shape[-1]),
             bias=bias,
-            sink=sink,
-            scopes=scopes,
-            with_lse=with_lse,
-            with_max=False,
-            exact_bias=exact_bias,
-            out_fp32=out_fp32,
-            lanes=lanes,
+            sink=softmax.sink,
+            with_lse=True,
+            exact_bias=False,
+            out_fp32=call.out_dtype == torch.float32,
         )
-    )
+
+    return in_blocks(call, _rows_within(call), run)
+
+
+GATHER_BYTES = 1024 * 12  # of torch temporaries per gathered record: int32 parts and float32 values of 512 elements
+
+
+def _rows_within(call: SparseDecodeCall) -> int:
+    """The largest power of two of rows whose gathered records fit the scratch budget."""
+    rows = MAX_LAUNCH_ROWS
+    width = sum([-(-scope.indices.shape[2] // CHUNK) * CHUNK for scope in call.scopes])
+    while rows > 1 and rows * width * GATHER_BYTES > call.memory_limit:
+        rows //= 2
+    return rows
