@@ -222,7 +222,8 @@ def test_a_row_does_not_depend_on_its_neighbours(backend):
             assert same(got, (whole.out[rows], whole.max_logits[rows], whole.lse[rows]))
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(1 if before > 1 else 2)
+        if backend != "reference":  # its products are BLAS's, whose order of sums may depend on the threads
+            torch.set_num_threads(1 if before > 1 else 2)
         assert same(sparse_prefill(q, kv, indices, backend=backend), whole)
     finally:
         torch.set_num_threads(before)

@@ -200,7 +200,8 @@ def sparse_decode(
         SlotRangeError: a slot other than -1 outside its cache, or a negative length (while SPARSE_MLA_CHECKS is 1).
         UnsupportedError: no backend accepts the call; lists each backend's reasons.
     Numerics: float32 logits and sums over exactly decoded records; native and Neuron round P to bfloat16 before P @ V.
-        A query without a valid slot gives out = 0, lse = +inf. A row's bits do not depend on the other rows.
+        A query without a valid slot gives out = 0, lse = +inf. A row's bits do not depend on the other rows, nor on the
+        number of threads, except on the reference backend, whose matrix products are the BLAS library's.
     Source: FlashMLA 1.0.0 `flash_mla_with_kvcache`; docs/formats.md.
     """
     call = SparseDecodeCall.check(

@@ -154,7 +154,8 @@ def sparse_prefill(
         SlotRangeError: a negative length (while SPARSE_MLA_CHECKS is 1).
         UnsupportedError: no backend accepts the call; lists each backend's reasons.
     Numerics: float32 logits and sums; native and Neuron round P to bfloat16 before P @ V. A query without a valid index
-        gives out = 0, lse = +inf, max_logits = -inf. A row's bits do not depend on the other rows.
+        gives out = 0, lse = +inf, max_logits = -inf. A row's bits do not depend on the other rows, nor on the number of
+        threads, except on the reference backend, whose matrix products are the BLAS library's.
     Source: FlashMLA 1.0.0 `flash_mla_sparse_fwd`.
     """
     call = SparsePrefillCall.check(
