@@ -43,15 +43,15 @@ AttentionScope attention_scope(const nb::tuple& t) {
 
 // False: a slot is out of range (or a length negative) and nothing was written; the caller finds out which and raises.
 bool attention(int target, int num_threads, bool checks, bool skip_out_of_range, uintptr_t q, int64_t q_stride_b, int64_t q_stride_s,
-               int64_t q_stride_h, int64_t b, int64_t s_q, int64_t h_q, const nb::tuple& scope0, nb::object scope1, float softmax_scale,
+               int64_t q_stride_h, int64_t b, int64_t s_q, int64_t h_q, const nb::tuple& scope0, const nb::tuple& scope1, float softmax_scale,
                uintptr_t attn_sink, uintptr_t out, bool out_float, uintptr_t lse, uintptr_t max_logits) {
     AttentionParams p{};
     p.q = reinterpret_cast<const uint16_t*>(q);
     p.q_stride_b = q_stride_b, p.q_stride_s = q_stride_s, p.q_stride_h = q_stride_h;
     p.b = b, p.s_q = s_q, p.h_q = h_q;
-    p.num_scopes = scope1.is_none() ? 1 : 2;
+    p.num_scopes = nb::len(scope1) == 0 ? 1 : 2;
     p.scopes[0] = attention_scope(scope0);
-    if (p.num_scopes == 2) p.scopes[1] = attention_scope(nb::cast<nb::tuple>(scope1));
+    if (p.num_scopes == 2) p.scopes[1] = attention_scope(scope1);
     p.skip_out_of_range = skip_out_of_range;
     p.softmax_scale = softmax_scale;
     p.attn_sink = reinterpret_cast<const float*>(attn_sink);
@@ -63,8 +63,7 @@ bool attention(int target, int num_threads, bool checks, bool skip_out_of_range,
     Status status;
     {
         const nb::gil_scoped_release release;
-        BadSlot bad;
-        if (checks && find_bad_slot(p, &bad)) return false;
+        if (checks && has_bad_slot(p)) return false;
         status = operators(target).sparse_decode(p);
     }
     finish(status);

@@ -290,11 +290,17 @@ void test_bad_slot() {
     p.scopes[0].index_stride_b = 4;
     p.scopes[0].topk = 4;
     p.scopes[0].num_slots = 10;
-    BadSlot bad{};
-    expect(find_bad_slot(p, &bad) && bad.b == 1 && bad.column == 0 && bad.slot == 10, "core", "bad slot", bad.slot, 10);
+    expect(has_bad_slot(p), "core", "slot past the end", 0, 1);
     std::vector<int32_t> lengths = {4, 0};
     p.scopes[0].topk_length = lengths.data();
-    expect(!find_bad_slot(p, &bad), "core", "bad slot past the length", 1, 0);
+    expect(!has_bad_slot(p), "core", "slot past the length", 1, 0);
+    lengths[1] = -1;
+    expect(has_bad_slot(p), "core", "negative length", 0, 1);
+    lengths = {4, 4};
+    indices[4] = -2;
+    expect(has_bad_slot(p), "core", "negative slot", 0, 1);
+    indices[4] = 9, indices[7] = -1;
+    expect(!has_bad_slot(p), "core", "good slots", 1, 0);
 }
 
 constexpr RecordKind FP8 = RecordKind::V41_FP8, FP4 = RecordKind::V41_FP4, BF16 = RecordKind::BF16;

@@ -3,13 +3,16 @@
 
 namespace sparse_mla {
 
-bool find_bad_slot(const AttentionParams& params, BadSlot* bad) {
+bool has_bad_slot(const AttentionParams& params) {
     for (int n = 0; n < params.num_scopes; ++n) {
         const AttentionScope& s = params.scopes[n];
-        const uint32_t limit = uint32_t(s.num_slots < 0x7fffffff ? s.num_slots : 0x7fffffff);
+        const uint32_t limit = uint32_t(s.num_slots < 0x80000000 ? s.num_slots : 0x80000000);  // slot 2^31 - 1 is legal
         for (int64_t i = 0; i < params.b; ++i) {
             int64_t columns = s.topk;
-            if (s.topk_length && s.topk_length[i] < columns) columns = s.topk_length[i] < 0 ? 0 : s.topk_length[i];
+            if (s.topk_length) {
+                if (s.topk_length[i] < 0) return true;
+                columns = s.topk_length[i] < columns ? s.topk_length[i] : columns;
+            }
             for (int64_t j = 0; j < params.s_q; ++j) {
                 const int32_t* indices = s.indices + i * s.index_stride_b + j * s.index_stride_s;
                 // slot + 1 as unsigned: -1 becomes 0, every other negative slot a huge number.
@@ -18,12 +21,7 @@ bool find_bad_slot(const AttentionParams& params, BadSlot* bad) {
                     const uint32_t shifted = uint32_t(indices[c]) + 1;
                     worst = shifted > worst ? shifted : worst;
                 }
-                if (worst <= limit) continue;
-                for (int64_t c = 0; c < columns; ++c) {
-                    if (uint32_t(indices[c]) + 1 <= limit) continue;
-                    *bad = {n, i, j, c, indices[c]};
-                    return true;
-                }
+                if (worst > limit) return true;
             }
         }
     }

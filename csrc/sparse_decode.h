@@ -44,14 +44,7 @@ struct AttentionParams {
     Plan plan;                // scratch_bytes is filled by the operator
 };
 
-// A slot that does not exist, found before anything is written.
-struct BadSlot {
-    int scope;
-    int64_t b, s, column;
-    int32_t slot;
-};
-
-// The first slot inside its length that is neither -1 nor below num_slots, or false.
-bool find_bad_slot(const AttentionParams& params, BadSlot* bad);
+// Whether a slot inside its length is neither -1 nor below num_slots, or a length is negative. Only whether: the caller words it.
+bool has_bad_slot(const AttentionParams& params);
 
 }  // namespace sparse_mla

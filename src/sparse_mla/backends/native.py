@@ -11,6 +11,7 @@ After os.fork() a child runs on one thread: the OpenMP pool does not survive the
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
@@ -73,16 +74,17 @@ def cpu_target() -> str:
     return targets()[_target_number(config.get("SPARSE_MLA_CPU_TARGET"))][0]
 
 
-def peak_gflops(seconds: float = 0.02) -> float:
-    """Gflop/s of one thread in a register-only loop of the target's widest dot or FMA: the roof of `pct_peak`."""
+def peak_gflops(threads: int = 1, seconds: float = 0.02) -> float:
+    """Gflop/s of a register-only loop of the target's widest dot or FMA on `threads` threads: the roof of `pct_peak`."""
     target, rounds = _target_number(config.get("SPARSE_MLA_CPU_TARGET")), 10_000
-    while True:
-        started = time.perf_counter()
-        operations = _native.peak_loop(target, rounds)
-        spent = time.perf_counter() - started
-        if spent >= seconds:
-            return float(operations) / spent * 1e-9
-        rounds *= 2
+    with ThreadPoolExecutor(threads) as pool:
+        while True:
+            started = time.perf_counter()
+            operations = sum(pool.map(lambda _: _native.peak_loop(target, rounds), range(threads)))
+            spent = time.perf_counter() - started
+            if spent >= seconds:
+                return float(operations) / spent * 1e-9
+            rounds *= 2
 
 
 def _plan() -> tuple[int, int]:
