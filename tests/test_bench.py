@@ -25,6 +25,9 @@ from sparse_mla.testing.record_cases import LoadCase, StoreCase
 from sparse_mla.testing.rotation import rotation
 from sparse_mla.testing.timing import Roofs, Timing, interleave
 
+# torch.compile's own: it loads a part of torch that is deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
 SMALL = 1 << 20
 REQUIRED_FIELDS = set(
     "op case backend cpu_target threads median_us gflops pct_peak pct_gemm pct_stream pct_gather ratio_vs".split()  # noqa: SIM905
@@ -38,8 +41,7 @@ def eager(op: str) -> list[str]:
 MIX = (Scope(topk=20, empty=0.0), Scope(pages=Pages(format=V41_FP4), topk=30, empty=0.0))
 
 
-@pytest.mark.parametrize("name", eager("sparse_decode"))
-def test_torch_attention_is_attention(name: str) -> None:
+def check_attention(name: str) -> None:
     case = DecodeCase(name="small", b=3, h_q=4, scopes=MIX)
     problems = rotation(case, SMALL)
     made = CONTESTANTS["sparse_decode"][name](case, problems)
@@ -47,6 +49,17 @@ def test_torch_attention_is_attention(name: str) -> None:
         expected = sparse_decode(**problems[number].arguments | {"out_dtype": torch.float64}, backend="reference").out
         actual = torch.cat(made(number)).reshape(expected.shape)  # type: ignore[call-overload]
         assert frobenius_error(actual, expected) < 8e-3
+
+
+@pytest.mark.parametrize("name", eager("sparse_decode"))
+def test_torch_attention_is_attention(name: str) -> None:
+    check_attention(name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [n for n in CONTESTANTS["sparse_decode"] if n.startswith("compiled")])
+def test_compiled_attention_is_attention(name: str) -> None:
+    check_attention(name)
 
 
 @pytest.mark.parametrize("name", ["torch_bmm", "sdpa_bmm"])
@@ -58,8 +71,14 @@ def test_torch_prefill_is_attention(name: str) -> None:
     assert frobenius_error(torch.cat(made(0)), expected) < 8e-3  # type: ignore[call-overload]
 
 
+SCORES = [
+    pytest.param(name, marks=[pytest.mark.full] if name.startswith("compiled") else [])
+    for name in CONTESTANTS["index_logits"]
+]
+
+
 @pytest.mark.parametrize("fmt", [INDEX_FP4, INDEX_FP8], ids=str)
-@pytest.mark.parametrize("name", eager("index_logits"))
+@pytest.mark.parametrize("name", SCORES)
 def test_torch_scores_are_scores(name: str, fmt: object) -> None:
     case = IndexLogitsCase(name="small", b=2, n=3, heads=4, context=100, format=fmt, lengths="full")  # type: ignore[arg-type]
     problems = rotation(case, SMALL)

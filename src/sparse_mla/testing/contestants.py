@@ -10,7 +10,6 @@ eagerly, `compiled_` under torch.compile, `sdpa_` with F.scaled_dot_product_atte
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ def is_torch(name: str) -> bool:
 # --- decoding --------------------------------------------------------------------------------------------------------
 
 
-@cache
 def _table(kind: str) -> torch.Tensor:
     """e4m3_1: 256 bfloat16. e4m3_2: 65,536 pairs as int32. e2m1_1: 256 pairs as int32. e2m1_2: 65,536 quadruples as
     int64."""
@@ -51,6 +49,10 @@ def _table(kind: str) -> torch.Tensor:
     code = torch.arange(65536)
     values = torch.stack((values[code & 255], values[code >> 8]), dim=1).flatten(1)
     return values.view(torch.int32 if number is E4M3FN else torch.int64).flatten()
+
+
+# Plain globals, which the compiler takes as inputs: a table built inside the graph would be built in every call.
+_TABLES = {kind: _table(kind) for kind in ("e4m3_1", "e4m3_2", "e2m1_1", "e2m1_2")}
 
 
 def _power(scale: torch.Tensor) -> torch.Tensor:
@@ -70,9 +72,9 @@ def _codes(data: torch.Tensor, fmt: RecordFormat, form: str) -> torch.Tensor:
         return data.view(torch.float8_e4m3fn).to(torch.bfloat16)
     if form == "pair":
         index = data.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
-        table = _table(f"{number}_2")
+        table = _TABLES[f"{number}_2"]
     else:  # torch has no cast of e2m1: a table of bytes, which hold two
-        index, table = data.to(torch.int32), _table(f"{number}_1")
+        index, table = data.to(torch.int32), _TABLES[f"{number}_1"]
     return table.index_select(0, index.flatten()).view(torch.bfloat16).view(*data.shape[:-1], fmt.elements)
 
 
