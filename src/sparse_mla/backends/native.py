@@ -75,12 +75,12 @@ def cpu_target() -> str:
 
 
 def peak_gflops(threads: int = 1, seconds: float = 0.02) -> float:
-    """Gflop/s of a register-only loop of the target's widest dot or FMA on `threads` threads: the roof of `pct_peak`."""
+    """Gflop/s of a register-only loop of the target's widest dot or FMA on so many threads: the roof of `pct_peak`."""
     target, rounds = _target_number(config.get("SPARSE_MLA_CPU_TARGET")), 10_000
     with ThreadPoolExecutor(threads) as pool:
         while True:
             started = time.perf_counter()
-            operations = sum(pool.map(lambda _: _native.peak_loop(target, rounds), range(threads)))
+            operations = sum(pool.map(_native.peak_loop, [target] * threads, [rounds] * threads))
             spent = time.perf_counter() - started
             if spent >= seconds:
                 return float(operations) / spent * 1e-9
@@ -163,7 +163,7 @@ def _sparse_decode(
     out = torch.empty((b, s_q, h_q, d), dtype=out_dtype)
     lse = torch.empty((b, s_q, h_q), dtype=torch.float32)
     target, threads = _plan()
-    done = _native.attention(
+    ran = _native.attention(
         target,
         threads,
         checks,
@@ -182,7 +182,7 @@ def _sparse_decode(
         lse.data_ptr(),
         0,
     )
-    if not done:
+    if ran < 0:
         _raise_bad_slot(((cache0, indices0, length0), (cache1, indices1, length1)), geometry, half)
     return out, lse
 

@@ -45,12 +45,12 @@ def _find_hop() -> Callable[..., Any] | None:
     return None
 
 
-def _wrap(kernel: Any) -> Any:
+def _execute(kernel: Any, cores: int, arguments: dict[str, Any]) -> Any:
     hop = _find_hop()
     if hop is None:
         raise BackendUnavailableError(f"neuron: {presence()}.")
-    return hop(kernel)
+    return hop(kernel)[cores](**arguments)
 
 
-launch.EXECUTORS["neuron"] = _wrap
+launch.EXECUTORS["neuron"] = _execute
 launches.load()

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..kernels import launch
 from ..kernels.nki import IS_SIMULATOR
-from ..simulator.hop import wrap_nki
+from ..simulator.hop import kernel_operator
 from ..simulator.params import SimulatorParams
 from . import launches
 
@@ -30,9 +32,13 @@ def presence() -> str:
     )
 
 
-def _wrap(kernel: Any) -> Any:
-    return wrap_nki(kernel, PARAMS)
+def _execute(kernel: Any, cores: int, arguments: dict[str, Any]) -> Any:
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    constants = [(name, value) for name, value in arguments.items() if name not in tensors]
+    name = kernel_operator(kernel, cores, tuple(tensors), tuple(constants), PARAMS)
+    results = getattr(torch.ops.sparse_mla_simulated, name).default(*tensors.values())
+    return results[0] if len(results) == 1 else tuple(results)
 
 
-launch.EXECUTORS["simulated"] = _wrap
+launch.EXECUTORS["simulated"] = _execute
 launches.load()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, var-annotated"
 """NKI kernels of sparse attention: one body for keys that arrive as bfloat16 rows or as quantized records.
 
 Keys lie on partitions, 128 to a chunk: V [128 keys, chunk, 512]. The tensor engine needs the head dimension on
@@ -352,7 +352,7 @@ def attend(q, bias, sink, scopes, with_lse, with_max, exact_bias, out_fp32, lane
         nisa.dma_copy(dst=sink_lanes[i * width : i * width + heads, :], src=sink)
 
     # A step is (group, segment); an item is one row of a step.
-    steps: list = []
+    steps = []
     items = []
     for g in range(num_groups):
         count = min(per_group, num_rows - g * per_group)

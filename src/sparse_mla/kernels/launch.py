@@ -28,7 +28,7 @@ import torch
 from .. import config
 from ..caches import PagedCache
 from ..errors import ArgumentError, BackendUnavailableError
-from ..formats import BF16, RecordFormat
+from ..formats import BF16, E2M1, E4M3FN, RecordFormat
 
 __all__ = [
     "BIAS_PAD",
@@ -78,21 +78,22 @@ class Launched(NamedTuple):
     constants: dict[str, Any]
 
 
-EXECUTORS: dict[str, Callable[[Any], Any]] = {}  # backend name -> its wrap_nki, put there by the backend's module
+# backend name -> how it calls wrap_nki(kernel)[cores](**arguments), put there by the backend's module
+EXECUTORS: dict[str, Callable[[Any, int, dict[str, Any]], Any]] = {}
 _recorders: list[list[Launched]] = []
 
 
 def call_kernel(backend: str, kernel: Any, /, **arguments: Any) -> Any:
     """Run one kernel under a backend on as many cores as the logical core has. Traced through."""
-    wrap = EXECUTORS.get(backend)
-    if wrap is None:
+    execute = EXECUTORS.get(backend)
+    if execute is None:
         raise BackendUnavailableError(f"{backend}: nothing executes kernels under this name here.")
     degree = cores()
     for recorder in _recorders:
         tensors = {n: v for n, v in arguments.items() if isinstance(v, torch.Tensor)}
         constants = {n: v for n, v in arguments.items() if n not in tensors}
         recorder.append(Launched(kernel, degree, tensors, constants))
-    return wrap(kernel)[degree](**arguments)
+    return execute(kernel, degree, arguments)
 
 
 class recording:
@@ -369,14 +370,14 @@ def decode_rows(records: torch.Tensor, fmt: RecordFormat, *, keep_scale_255: boo
     data, scales = records[..., : fmt.data_bytes].int(), records[..., fmt.data_bytes :].int()
     if fmt is BF16:
         return _bfloat16(data)
-    if fmt.scale.name == "e4m3fn":
+    if fmt.scale is E4M3FN:
         mantissa, exponent, sign = _e4m3_parts(scales)
         factor = mantissa.float() * torch.exp2(exponent.float()) * sign.float()  # in this order: zeros have signs
         codes = torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
         values = _e2m1(codes)
         return _grouped(values, factor, fmt, torch.mul).to(torch.bfloat16)
     ue8m0 = scales - 127
-    if fmt.element.name == "e2m1":
+    if fmt.element is E2M1:
         codes = torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
         factor = _power(ue8m0)
         if not keep_scale_255:
@@ -395,7 +396,7 @@ def decode_rows(records: torch.Tensor, fmt: RecordFormat, *, keep_scale_255: boo
 def _grouped(elements: torch.Tensor, per_group: torch.Tensor, fmt: RecordFormat, op: Any) -> torch.Tensor:
     """op of every element and its group's value."""
     groups = per_group.shape[-1]
-    split = elements.unflatten(-1, (groups, fmt.elements // groups))
+    split = elements.reshape(*elements.shape[:-1], groups, fmt.elements // groups)
     return op(split, per_group.unsqueeze(-1)).flatten(-2)  # type: ignore[no-any-return]
 
 
@@ -424,9 +425,9 @@ def _power(exponent: torch.Tensor) -> torch.Tensor:
 
 def _bfloat16(data: torch.Tensor) -> torch.Tensor:
     """bfloat16 of little-endian byte pairs [..., 2 n] (int32), without a bitcast."""
-    pairs = data.unflatten(-1, (data.shape[-1] // 2, 2))
+    pairs = data.reshape(*data.shape[:-1], data.shape[-1] // 2, 2)
     low, high = pairs[..., 0], pairs[..., 1]
     field = ((high & 127) << 1) | (low >> 7)
     mantissa = (low & 127) + torch.where(field > 0, 128, 0)
-    value = mantissa.float() * _power(field.clamp(min=1) - 134)
+    value: torch.Tensor = mantissa.float() * _power(field.clamp(min=1) - 134)
     return (value * (1 - ((high >> 7) << 1)).float()).to(torch.bfloat16)

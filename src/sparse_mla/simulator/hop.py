@@ -12,16 +12,18 @@ import inspect
 import itertools
 from typing import Any
 
+from .. import config
 from ..errors import ArgumentError
 from .launch import Kernel, jit, run
 from .params import SimulatorParams
 
-__all__ = ["wrap_nki"]
+__all__ = ["kernel_operator", "wrap_nki"]
 
 NAMESPACE = "sparse_mla_simulated"
 _library: Any = None
 _ops: dict[Any, Any] = {}
 _numbers = itertools.count()
+_known_shapes: dict[Any, Any] = {}  # what a kernel returns for inputs of these shapes: tracers ask several times
 
 
 def wrap_nki(kernel: Any, params: SimulatorParams | None = None, operand_output_aliases: Any = None) -> _Caller:
@@ -34,6 +36,16 @@ def wrap_nki(kernel: Any, params: SimulatorParams | None = None, operand_output_
             declared mutated, and the op does not return them again.
     """
     return _Caller(jit(kernel), params, dict(operand_output_aliases or {}))
+
+
+@config.constant_in_graphs
+def kernel_operator(
+    kernel: Any, cores: int, names: tuple[str, ...], constants: tuple[tuple[str, Any], ...], params: SimulatorParams
+) -> str:
+    """Name below `torch.ops.sparse_mla_simulated` of a kernel's operator for tensors of these names, in this order, and
+    these constants. A strict trace may ask for it, as it may not call `wrap_nki`. The operator returns a list."""
+    made = _op(_Caller(jit(kernel)[cores], params, {}), names, dict(constants))[0]
+    return str(made._schema.name).split("::")[1]
 
 
 class _Caller:
@@ -118,7 +130,13 @@ def _shapes(caller: _Caller, names: tuple[str, ...], constants: dict[str, Any], 
     import torch
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+    inputs = tuple((tuple(int(n) for n in t.shape), t.dtype) for t in tensors)
+    key = (caller.kernel.func, caller.kernel.grid, names, tuple(sorted(constants.items())), inputs)
+    known = _known_shapes.get(key)
+    if known is not None:
+        return [tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in known]
     with unset_fake_temporarily():
         ones = [torch.ones([int(n) for n in t.shape], dtype=torch.uint8).to(t.dtype) for t in tensors]
         found = [(tuple(t.shape), t.dtype) for t in caller.execute(names, constants, ones)]
+    _known_shapes[key] = found
     return [tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in found]
