@@ -84,7 +84,7 @@ class Operand:
 
     __slots__ = (
         "address", "b0", "b1", "contiguous", "dtype", "elements", "ident", "itemsize", "memory", "name", "p0", "p1",
-        "partitions", "run_bytes", "stride0",
+        "partitions", "run_bytes", "span", "step", "stride0",
     )  # fmt: skip
 
     ident: int  # unique per declared tensor
@@ -101,6 +101,8 @@ class Operand:
     contiguous: bool  # the free elements are one run, in order
     run_bytes: int  # bytes of the longest run the innermost dims form; itemsize when the innermost stride is not 1
     stride0: bool  # some free dim of more than one element has stride 0
+    step: int  # bytes between repetitions of the outermost free dim, 0 when there is one or they are not regular
+    span: int  # bytes each repetition spans; [b0, b1) is repetitions of `span` every `step`
     name: str
 
     def __repr__(self) -> str:

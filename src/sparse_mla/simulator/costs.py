@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one instruction and one DMA cost, by formula.
 
-Cycle formulas are those AWS documents per instruction (N is elements per partition; MIN the 64-cycle initiation interval);
-where a page gives none the entry says `assumed`. Rates and latencies of DMA fit the documented points: one engine moves 8 runs
-of 4 KiB in 1416 ns, transfers below 256 B per partition are severely bound, 2 KiB and more are fine.
+Cycle formulas are those AWS documents per instruction (N is elements per partition; MIN the 64-cycle initiation
+interval); where a page gives none the entry says `assumed`. Rates and latencies of DMA fit the documented points: one
+engine moves 8 runs of 4 KiB in 1416 ns, transfers below 256 B per partition are severely bound, 2 KiB and more are fine.
 
 Nothing here was measured on a device by this project.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from .core import DMA, GPSIMD, SCALAR, SYNC, TENSOR, VECTOR, Operand, Record
 
-__all__ = ["APPROXIMATE", "Clocks", "by_generation", "cycles", "dma_issue_us", "dma_work_us"]
+__all__ = ["APPROXIMATE", "STORE_RING", "Clocks", "by_generation", "cycles", "dma_issue_us", "dma_work_us"]
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,13 @@ class Clocks:
     result_us: float = 0.06  # from the end of an instruction to its result being readable
     barrier_us: float = 2.0
     sendrecv_us: float = 2.0
-    kernel_boundary_us: float = (
-        30.0  # seen end to end around one kernel inside a compiled graph; never part of the body
-    )
+    kernel_boundary_us: float = 30.0  # around one kernel inside a compiled graph; never part of the body
 
 
 _TRN1 = Clocks({TENSOR: 2.8, VECTOR: 1.12, SCALAR: 1.4, GPSIMD: 1.4, SYNC: 1.4}, 16, 0.090, 20_100.0)
 _TRN2 = Clocks({TENSOR: 2.4, VECTOR: 0.96, SCALAR: 1.2, GPSIMD: 1.2, SYNC: 1.2}, 16, 0.028, 27_200.0)
 _TRN3 = Clocks({TENSOR: 2.4, VECTOR: 1.2, SCALAR: 1.2, GPSIMD: 1.2, SYNC: 1.2}, 16, 0.017, 38_400.0)
+HBM_PIECE_BYTES = 4096
 TINY_DESCRIPTOR_BYTES, TINY_DESCRIPTOR_US = 64, 0.028  # on every generation but trn1, which is slower anyway
 
 
@@ -54,6 +53,7 @@ MIN = 64  # cycles between two starts on one engine
 DYNAMIC_MIN = 600  # cycles of an on-chip access whose address a register holds
 GPSIMD_START = 150
 TWO_BYTE_FLOATS = ("bfloat16", "float16")
+STORE_RING = f"{SYNC}-store"
 REGISTER_US = 0.1  # assumed: register moves and loads on the sequencer
 
 
@@ -101,8 +101,10 @@ def _activation(r: Record, gen: int) -> float:
 
 def _matmul(r: Record, gen: int) -> float:
     d = r.detail
-    base = max(min(64, d["m"]), d["n"])
-    return base * (4.0 if d["fp32"] and not d["transpose"] else 1.0)
+    base = float(max(min(64, d["m"]), d["n"]))
+    if not d["fp32"]:
+        return base
+    return base * (2.0 if d["transpose"] else 4.0)
 
 
 def _transpose(r: Record, gen: int) -> float:
@@ -125,7 +127,7 @@ def _memset(r: Record, gen: int) -> float:
 def _local_gather(r: Record, gen: int) -> float:
     each, size = r.detail["num_elem_per_idx"], r.reads[0].itemsize
     rate = ((28 + 4 * each) / (4 * each)) / min(4 / size, each)
-    return GPSIMD_START + r.detail["indices"] * each / rate
+    return GPSIMD_START + float(r.detail["indices"] * each / rate)
 
 
 def _plain(factor: float = 1.0, start: float = 0.0) -> Callable[[Record, int], float]:
@@ -190,6 +192,10 @@ def dma_work_us(r: Record, clocks: Clocks) -> tuple[float, float]:
     overhead = clocks.descriptor_us
     if size <= TINY_DESCRIPTOR_BYTES:
         overhead = max(overhead, TINY_DESCRIPTOR_US)
+    if count < clocks.dma_engines and all(o.memory == "hbm" for o in (*r.reads[:1], *r.writes)):
+        # assumed: a long run between two places in HBM is cut so that every engine has a piece
+        count = max(count, min(clocks.dma_engines, int(d["bytes"]) // HBM_PIECE_BYTES))
+        size = d["bytes"] / count
     each = overhead + size / clocks.dma_bytes_per_us
     if r.opcode == "dma_transpose":
         each /= 0.9 if d.get("hbm_read") else 0.5  # share of a copy's rate
@@ -198,14 +204,14 @@ def dma_work_us(r: Record, clocks: Clocks) -> tuple[float, float]:
 
 
 def dma_issue_us(r: Record, clocks: Clocks, gen: int) -> tuple[str, float]:
-    """(issuing queue, time that queue is busy). A DMA that names no mode is taken as hardware descriptors issued by the Sync
-    engine, loads and stores in rings of their own; casts and trn1 need descriptors the host built."""
+    """(issuing queue, time that queue is busy). A DMA that names no mode is taken as hardware descriptors issued by the
+    Sync engine, loads and stores in rings of their own; casts and trn1 need descriptors the host built."""
     d = r.detail
     if d.get("dge") == "swdge" or d.get("indirect"):
         rows = max(1, d.get("rows") or clocks.swdge_rows)
         return GPSIMD, clocks.swdge_issue_us * -(-rows // clocks.swdge_rows)
     store = bool(d.get("hbm_written"))
-    ring = f"{SYNC}-store" if store else SYNC
+    ring = STORE_RING if store else SYNC
     if d.get("dge") == "hwdge":
         queue = d.get("queue") or SYNC
         return (queue if queue == SCALAR else ring), clocks.hwdge_issue_us

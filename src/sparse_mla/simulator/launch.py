@@ -27,6 +27,7 @@ from .core import Array, Launch, Machine, Record, WarningRecord, activate, runni
 from .memory import HBM, PSUM, SBUF, Peak, Storage, psum_peak, sbuf_peak
 from .params import SimulatorParams
 from .tensor import MemoryRegion, NKIObject, NkiTensor
+from .timing import Estimate, estimate
 
 __all__ = ["Kernel", "Run", "cpu_simulate", "jit", "run", "simulate"]
 
@@ -55,6 +56,13 @@ class Run:
         if self.value is None:
             return ()
         return tuple(self.value) if isinstance(self.value, (tuple, list)) else (self.value,)
+
+    @functools.cached_property
+    def estimate(self) -> Estimate:
+        """When everything would happen on the target: scheduled on first use from the records of the launch."""
+        if not self.params.timing:
+            raise ArgumentError(f"{self.kernel}: estimate needs SimulatorParams(timing=True), got timing=False.")
+        return estimate(self.records, self.target, self.cores)
 
 
 class Kernel:

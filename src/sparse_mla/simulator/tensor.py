@@ -301,6 +301,7 @@ class NkiTensor(NKIObject):
             first = 0 if self.memory == HBM and self.vector_index is None else 1
             extent = itemsize
             run = itemsize
+            step = outer = 0
             contiguous = True
             stride0 = False
             shape, strides = self.shape, self.byte_strides
@@ -310,6 +311,8 @@ class NkiTensor(NKIObject):
                     continue
                 s = strides[i]
                 extent += (n - 1) * s
+                if s > step:
+                    step, outer = s, (n - 1) * s
                 if s == 0:
                     stride0 = True
                 if contiguous and s == run:
@@ -319,6 +322,7 @@ class NkiTensor(NKIObject):
             made.ident, made.memory, made.itemsize, made.dtype = st.ident, self.memory, itemsize, str(self.dtype)
             made.contiguous, made.run_bytes, made.stride0, made.name = contiguous, run, stride0, st.name
             made.address = st.address
+            made.step, made.span = step, extent - outer
             if self.memory == HBM:
                 made.p0, made.p1, made.b0 = 0, 1, self.byte_offset
                 made.partitions, made.elements = 1, self.size
@@ -328,7 +332,7 @@ class NkiTensor(NKIObject):
                 made.partitions, made.elements = shape[0], self.free_size
             made.b1 = made.b0 + extent
             if self.vector_index is not None:
-                made.b0, made.b1 = 0, st.row_bytes
+                made.b0, made.b1, made.step = 0, st.row_bytes, 0
         return made
 
     # -- indexing ------------------------------------------------------------------------------------------------

@@ -1,27 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """When everything would happen: a dependency-scheduled estimate over engines and DMA queues.
 
-Each engine runs its instructions in program order; a DMA is issued by its queue and then shares a pool of 16 engines. An instruction
-starts when its engine is free and its operands are ready (read after write, write after read, write after write, by byte range). Tiles
-without an address get a fresh place while capacity lasts and afterwards the one that was released first, so eight PSUM banks stay eight.
+Each engine runs its instructions in program order; a DMA is issued by its queue and then shares a pool of 16 engines.
+An instruction starts when its engine is free and its operands are ready (read after write, write after read, write
+after write, by byte range). Tiles without an address get a fresh place while capacity lasts and afterwards the one that
+was released first, so eight PSUM banks stay eight.
 
-The order is the written one: a compiler may reorder, so the total is an upper bound for the order given; the busiest engine's sum is a
-lower bound. Both are estimates from documented figures, never measurements.
+The order is the written one: a compiler may reorder, so the total is an upper bound for the order given; the busiest
+engine's sum is a lower bound. Both are estimates from documented figures, never measurements.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
 from .core import DMA, GPSIMD, SCALAR, SYNC, TENSOR, VECTOR, Operand, Record
-from .costs import REGISTER_US, Clocks, by_generation, cycles, dma_issue_us, dma_work_us
+from .costs import REGISTER_US, STORE_RING, Clocks, by_generation, cycles, dma_issue_us, dma_work_us
 from .target import Target
 
 __all__ = ["ENGINES", "Estimate", "Event", "Step", "estimate"]
 
-ENGINES = (TENSOR, VECTOR, SCALAR, GPSIMD, SYNC, DMA)
+# "sync" and "sync-store" are the rings that issue loads and stores, "dma" the pool of engines that move the bytes
+ENGINES = (TENSOR, VECTOR, SCALAR, GPSIMD, SYNC, STORE_RING, DMA)
 PE_LOAD_MIN = 32  # cycles of the fastest stationary load
 PE_ISSUE = 64  # cycles between the starts of two small matmuls
 
@@ -84,10 +87,75 @@ class Estimate:
         return max(max(core.values(), default=0.0) for core in self.busy_us)
 
 
+def _overlap(a: Operand, b: Operand) -> bool:
+    """Whether two operands of one tensor share bytes. Regular patterns of one period are compared inside the period, so
+    that stores to neighbouring columns do not wait for each other."""
+    if a.p0 >= b.p1 or b.p0 >= a.p1 or a.b0 >= b.b1 or b.b0 >= a.b1:
+        return False
+    step = a.step
+    if step and step == b.step:
+        x, y = a.b0 % step, b.b0 % step
+        if x + a.span <= step and y + b.span <= step:
+            return x < y + b.span and y < x + a.span
+    return True
+
+
+def _covers(a: Operand, b: Operand) -> bool:
+    """Whether `a` surely touches every byte that `b` touches."""
+    if a.contiguous:
+        return a.p0 <= b.p0 and b.p1 <= a.p1 and a.b0 <= b.b0 and b.b1 <= a.b1
+    same = a.b0 == b.b0 and a.b1 == b.b1 and a.step == b.step and a.span == b.span and a.run_bytes == b.run_bytes
+    return same and a.p0 <= b.p0 and b.p1 <= a.p1
+
+
+class _Pool:
+    """The DMA engines of a core as one capacity. Transfers take what is idle from their start on: one that waits for
+    its data does not hold up a later one that has its own."""
+
+    KEPT = 4096
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+
+    def take(self, when: float, share: float) -> tuple[float, float]:
+        """(first, last moment) of `share` microseconds of the whole pool, from `when` on."""
+        starts, ends = self.starts, self.ends
+        if share <= 0.0:
+            return when, when
+        first_index = i = bisect_right(ends, when)
+        begin, at, left = -1.0, when, share
+        while i < len(starts):
+            idle = starts[i] - at
+            if idle > 0.0:
+                begin = at if begin < 0.0 else begin
+                if idle >= left:
+                    break
+                left -= idle
+            at = ends[i]
+            i += 1
+        begin = at if begin < 0.0 else begin
+        end = at + left
+        # [begin, end) is busy without a hole now: one interval replaces all it touches
+        low = bisect_left(ends, begin, first_index and first_index - 1)
+        high = bisect_right(starts, end)
+        if low < high:
+            starts[low:high] = [min(starts[low], begin)]
+            ends[low:high] = [max(ends[high - 1], end)]
+        else:
+            starts.insert(low, begin)
+            ends.insert(low, end)
+        if len(starts) > self.KEPT:  # nothing will be placed before intervals that old
+            del starts[: self.KEPT // 2], ends[: self.KEPT // 2]
+        return begin, end
+
+
 class _Buffer:
     """What the scheduler knows of one tensor: who wrote and read which bytes until when."""
 
-    __slots__ = ("first", "last", "last_write", "memory", "nbytes", "placed", "port", "reads", "release", "writes")
+    __slots__ = (
+        "first", "last", "last_write", "memory", "nbytes", "placed", "port", "reads", "release", "writes",
+    )  # fmt: skip
 
     def __init__(self, operand: Operand) -> None:
         self.memory = operand.memory
@@ -97,9 +165,9 @@ class _Buffer:
         self.last_write = -1
         self.placed = operand.address is not None
         self.release = 0.0  # when its last user so far is done
-        self.port = 0.0  # until when Vector or Scalar uses this PSUM tile
-        self.writes: list[tuple[int, int, int, int, float, int, bool]] = []  # p0 p1 b0 b1 ready record by_pe
-        self.reads: list[tuple[int, int, int, int, float, int]] = []
+        self.port = (0.0, -1)  # until when Vector or Scalar uses this PSUM tile, and which record
+        self.writes: list[tuple[Operand, float, int, bool]] = []  # operand, readable from, record, by the PE array
+        self.reads: list[tuple[Operand, float, int]] = []
 
 
 class _Memory:
@@ -142,10 +210,12 @@ class _Core:
         self.clocks = clocks
         self.free: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, -1))  # engine or ring -> (time, record)
         self.busy: dict[str, float] = dict.fromkeys(ENGINES, 0.0)
-        self.pool = 0.0  # until when the DMA engine pool is taken
+        self.pool = _Pool()
         self.quadrant = target.quadrant
         n = target.pmax // target.quadrant
-        self.tiles = [[0.0] * n for _ in range(n)]  # PE array, by quadrant
+        self.tiles = [[0.0] * n for _ in range(n)]  # until when each PE quadrant is taken by a small matmul
+        self.pe_whole = 0.0  # until when by one that fills the array
+        self.pe_any = 0.0  # the latest of all these
         self.pe_issue = 0.0
         self.pe_moving = 0  # moving columns of the previous matmul
         self.memory = {
@@ -210,26 +280,27 @@ class _Scheduler:
         """When operands and places allow record i to start, and which record that is owed to."""
         when, owed, why = 0.0, -1, "start"
         by_pe = r.engine == TENSOR
+        reader = r.engine in (VECTOR, SCALAR)
         for o in r.reads:
             b = self.buffers[o.ident]
-            for p0, p1, b0, b1, t, j, _ in b.writes:
-                if t > when and p0 < o.p1 and o.p0 < p1 and b0 < o.b1 and o.b0 < b1:
+            for w, t, j, _ in b.writes:
+                if t > when and _overlap(o, w):
                     when, owed, why = t, j, "data"
-            if b.memory == "psum" and b.port > when and r.engine in (VECTOR, SCALAR):
-                when, why = b.port, "data"  # one engine at a time in a bank
+            if reader and b.memory == "psum" and b.port[0] > when:
+                (when, owed), why = b.port, "data"  # one engine at a time in a bank
         for o in r.writes:
             b = self.buffers[o.ident]
             if b.first == i and not b.placed and b.memory in core.memory:
                 t, j = core.memory[b.memory].take(b, i)
                 if t > when:
                     when, owed, why = t, j, "buffer"
-            for p0, p1, b0, b1, t, j, pe in b.writes:
+            for w, t, j, pe in b.writes:
                 if by_pe and pe:
                     continue  # matmuls of one chain follow each other without waiting for results
-                if t > when and p0 < o.p1 and o.p0 < p1 and b0 < o.b1 and o.b0 < b1:
+                if t > when and _overlap(o, w):
                     when, owed, why = t, j, "data"
-            for p0, p1, b0, b1, t, j in b.reads:
-                if t > when and p0 < o.p1 and o.p0 < p1 and b0 < o.b1 and o.b0 < b1:
+            for w, t, j in b.reads:
+                if t > when and _overlap(o, w):
                     when, owed, why = t, j, "data"
         return when, owed, why
 
@@ -241,19 +312,18 @@ class _Scheduler:
             if done > b.release:
                 b.release = done
             if b.last_write > i:
-                b.reads.append((o.p0, o.p1, o.b0, o.b1, done, i))
-            if b.memory == "psum" and r.engine in (VECTOR, SCALAR):
-                b.port = max(b.port, done)
+                b.reads.append((o, done, i))
+            if b.memory == "psum" and r.engine in (VECTOR, SCALAR) and done > b.port[0]:
+                b.port = (done, i)
         for o in r.writes:
             b = self.buffers[o.ident]
             if result > b.release:
                 b.release = result
-            if o.memory != "hbm" or len(b.writes) < 64:
-                b.writes = [
-                    w for w in b.writes if not (o.p0 <= w[0] and w[1] <= o.p1 and o.b0 <= w[2] and w[3] <= o.b1)
-                ]
-                b.reads = [w for w in b.reads if not (o.p0 <= w[0] and w[1] <= o.p1 and o.b0 <= w[2] and w[3] <= o.b1)]
-            b.writes.append((o.p0, o.p1, o.b0, o.b1, result, i, by_pe))
+            if b.writes and (o.memory != "hbm" or len(b.writes) < 64):
+                b.writes = [w for w in b.writes if not _covers(o, w[0])]
+            if b.reads:
+                b.reads = [w for w in b.reads if not _covers(o, w[0])]
+            b.writes.append((o, result, i, by_pe))
 
     def note(self, i: int, r: Record, row: str, start: float, end: float) -> None:
         self.events.append(Event(r.core, row, r.opcode, start, end, i, ""))
@@ -290,9 +360,14 @@ class _Scheduler:
         when, owed, why = self.ready(i, r, core)
         q, n = core.quadrant, len(core.tiles)
         row, column, rows, columns = r.detail.get("tile") or (0, 0, n * q, n * q)
+        whole = rows >= n * q and columns >= n * q
         row0, row1 = row // q, min(n, -(-(row + rows) // q))
         column0, column1 = column // q, min(n, -(-(column + columns) // q))
-        array = max(core.tiles[a][b] for a in range(row0, row1) for b in range(column0, column1))
+        if whole:
+            array = core.pe_any
+        else:
+            array = max(max(core.tiles[a][column0:column1]) for a in range(row0, row1))
+            array = max(array, core.pe_whole)
         stationary = r.detail.get("m", n * q)
         load = max(0, max(PE_LOAD_MIN, stationary) - core.pe_moving) / ghz
         free = max(array, core.pe_issue) + load
@@ -300,9 +375,12 @@ class _Scheduler:
         start, self.cause[i] = (free, (previous, "engine")) if free >= when else (when, (owed, why))
         busy = cycles(r, core.gen) / ghz
         end = start + busy
-        for a in range(row0, row1):
-            for b in range(column0, column1):
-                core.tiles[a][b] = end
+        core.pe_any = max(core.pe_any, end)
+        if whole:
+            core.pe_whole = end
+        else:
+            for a in range(row0, row1):
+                core.tiles[a][column0:column1] = [end] * (column1 - column0)
         core.pe_issue = start + min(busy, PE_ISSUE / ghz)
         core.pe_moving = r.detail.get("n", r.elements)
         core.free[TENSOR] = (end, i)
@@ -318,12 +396,11 @@ class _Scheduler:
         start, self.cause[i] = (free, (previous, "engine")) if free >= when else (when, (owed, why))
         issued = start + issue
         core.free[queue] = (issued, i)
-        core.busy[queue if queue in core.busy else SYNC] += issue
+        core.busy[queue] += issue
         alone, share = dma_work_us(r, clocks)
-        begin = max(issued + clocks.dma_start_us, core.pool)
-        core.pool = begin + share
+        begin, last = core.pool.take(issued + clocks.dma_start_us, share)
         core.busy[DMA] += share
-        end = begin + alone
+        end = max(begin + alone, last)
         if queue in (GPSIMD, SCALAR):
             self.note(i, r, queue, start, issued)
         self.start[i], self.end[i], self.rows[i] = start, end + clocks.dma_receipt_us, f"{DMA} {queue}"
@@ -378,8 +455,13 @@ def estimate(records: list[Record], target: Target, cores: int) -> Estimate:
             break
         i = cause
     path.reverse()
+    sources: dict[tuple[Any, int], str] = {}
     for event in s.events:
-        event.source = records[event.record].source
+        r = records[event.record]
+        found = sources.get((r.code, r.lasti))
+        if found is None:
+            found = sources[r.code, r.lasti] = r.source
+        event.source = found
     return Estimate(
         target=target.name,
         total_us=total,
