@@ -2,18 +2,16 @@
 """The graph check: what of a launch would not survive compilation for Neuron, found on any machine.
 
 `check_graph(function, *arguments)` traces the call with `torch.export(strict=True)` and reports each offending node
-with its
-source line and the rule it breaks:
+with its source line and the rule it breaks:
 
     a  a dtype view of a tensor (`aten.view.dtype`): a fused bitcast becomes a numeric conversion; and any float8
-    tensor,
-       inputs included, which the compiler rejects - bytes enter as uint8
+       tensor, inputs included, which the compiler rejects - bytes enter as uint8
     b  `as_strided`: over a column-sliced input it reads a contiguous copy with the original strides
     c  a gather on uint8 whose contiguous unit is below 4 bytes: the compiler crashes on gathers of single bytes
     d  a result whose size depends on values: bool `index` or `index_put`, `nonzero`, `masked_select`, `.item()`,
-    unbacked sizes e  a kernel call, or a per-row gather or decode of records, whose number of query rows is no power
-    of two: the compiler
-       rejects some counts (6, for instance); decoding a whole cache once is exempt
+       unbacked sizes
+    e  a kernel call, or a per-row gather or decode of records, whose number of query rows is no power of two: the
+       compiler rejects some counts (6, for instance); decoding a whole cache once is exempt
 
 A graph that cannot be traced at all is reported under d with the tracer's first sentence.
 """
@@ -324,6 +322,7 @@ def _is_unbacked(size: Any) -> bool:
     return any(str(symbol).startswith("u") for symbol in size.node.expr.free_symbols)
 
 
+_HIDDEN = ("call_kernel", "_execute")  # between a launch and its kernel
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
@@ -332,7 +331,7 @@ def _frames(node: fx.Node) -> list[tuple[str, str, str]]:
 
 
 def _source(node: fx.Node) -> str:
-    frames = _frames(node)
+    frames = [f for f in _frames(node) if f[2] not in _HIDDEN]
     return f"{frames[-1][0]}:{frames[-1][1]}" if frames else "unknown"
 
 
