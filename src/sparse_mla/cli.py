@@ -103,7 +103,7 @@ def demo(source: Path | None, save: Path | None, backend: str | None, layers: bo
     from .testing.demo import STAGE_NAMES, load_inputs, run_demo, save_result
 
     if layers:
-        _demo_layers(backend, quick)
+        _demo_layers(backend, quick, preset, prompt)
         return
     inputs = None if source is None else load_inputs(source)
     with _progress() as progress:
@@ -129,10 +129,10 @@ def demo(source: Path | None, save: Path | None, backend: str | None, layers: bo
         console.print(f"wrote {save}", highlight=False)
 
 
-def _demo_layers(backend: str | None, quick: bool) -> None:
+def _demo_layers(backend: str | None, quick: bool, only: str | None, given: tuple[int, ...]) -> None:
     from .attention.demo import DECODE_STEPS, PRESETS, PROMPTS, run_layers_demo
 
-    prompts = tuple(n // 8 if quick else n for n in PROMPTS)
+    prompts = given or tuple(n // 8 if quick else n for n in PROMPTS)
     steps = DECODE_STEPS // 4 if quick else DECODE_STEPS
     reports = []
     with _progress() as progress:
@@ -141,7 +141,7 @@ def _demo_layers(backend: str | None, quick: bool) -> None:
         def show(what: str, done: int, total: int) -> None:
             progress.update(task, description=what, completed=done, total=total)
 
-        for preset in PRESETS:
+        for preset in PRESETS if only is None else (only,):
             longest = None if preset == "tiny" else min(prompts)
             reports.append(
                 run_layers_demo(
@@ -233,6 +233,61 @@ def bench(
     for sentence in regressions:
         console.print(f"REGRESSION {sentence}", markup=False)
     sys.exit(1 if regressions else 0)
+
+
+@commands.command()
+@click.argument("kernel", metavar="FILE:KERNEL")
+@click.option(
+    "--args", "arguments", type=click.Path(path_type=Path), help="Arrays by argument name: .npz, .safetensors."
+)
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A constant argument; may be repeated.")
+@click.option("--grid", type=click.Choice(("1", "2")), help="Physical cores of the launch; default: none given.")
+@click.option("--gen", type=click.Choice(("2", "3", "4")), help="trn1, trn2 or trn3; default: the environment's, or 3.")
+@click.option("--strict", is_flag=True, help="What some front ends accept and hardware refused is an error.")
+@click.option("--aws-compat", is_flag=True, help="Relax what the vendor's simulator does not check.")
+@click.option("--log", is_flag=True, help="Print every instruction.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Write the timeline in Chrome trace format.")
+@click.option("--png", type=click.Path(path_type=Path), help="Draw the timeline.")
+@click.option("--save", type=click.Path(path_type=Path), help="Write the outputs to this .npz file.")
+@click.option("--lint", is_flag=True, help="FILE only: list what NKI front ends would refuse, and run nothing.")
+def simulate(
+    kernel: str,
+    arguments: Path | None,
+    settings: tuple[str, ...],
+    grid: str | None,
+    gen: str | None,
+    strict: bool,
+    aws_compat: bool,
+    log: bool,
+    trace: Path | None,
+    png: Path | None,
+    save: Path | None,
+    lint: bool,
+) -> None:
+    """Run an NKI kernel on this CPU, check it as hardware would, and estimate its time."""
+    from .simulator import command
+
+    if lint:
+        findings = command.lint(kernel)
+        click.echo("\n".join(findings) or f"{kernel}: nothing that a front end would refuse")
+        sys.exit(1 if findings else 0)
+    result = command.simulate_file(
+        kernel,
+        arguments,
+        settings=settings,
+        grid=int(grid) if grid else None,
+        gen=int(gen) if gen else None,
+        strict=strict,
+        aws_compat=aws_compat,
+        log=click.echo if log else None,
+    )
+    click.echo(result.report())
+    if save is not None:
+        command.save_outputs(result, save)
+    if trace is not None:
+        click.echo(f"wrote {result.trace.save(trace)}; open it at ui.perfetto.dev")
+    if png is not None:
+        click.echo(f"wrote {result.trace.save_png(png)}")
 
 
 def _progress() -> Progress:

@@ -171,12 +171,15 @@ def pool(score, latent, ratio, dtype=F64):
 # --- selection and attention -----------------------------------------------------------------------------------------
 
 
+def scores(q_records, keys, weights):
+    """[entries] of one row: quantized queries [H, 68], decoded keys [entries, 128], weights [H]."""
+    return weights.to(F64) @ torch.relu(index_values(q_records) @ keys.t())
+
+
 def logits(q_records, k_records, weights):
     """[T, entries] from quantized queries [T, H, 68] and keys [entries, 68]."""
     keys = index_values(k_records)
-    queries = index_values(q_records.flatten(0, 1)).reshape(q_records.shape[0], -1, 128)
-    scores = torch.relu(torch.einsum("thd,cd->thc", queries, keys))
-    return torch.einsum("thc,th->tc", scores, weights.to(F64))
+    return torch.stack([scores(q, keys, w) for q, w in zip(q_records, weights, strict=True)])
 
 
 TIE = 2.0**-7  # a logit is rounded to bfloat16 before it is compared: two of them tie within a step of it

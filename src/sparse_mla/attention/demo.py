@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -124,8 +124,14 @@ def run_layers_demo(
     if preset not in PRESETS:
         raise ArgumentError(f"run_layers_demo: preset must be one of {', '.join(PRESETS)}, got {preset!r}.")
     longest = max(prompts) + decode_steps * (1 + drafts) + drafts
-    full = V41Config.tiny() if preset == "tiny" else V41Config.v41_flash()
-    config = full.with_max_positions(min(full.max_position_embeddings, max(longest, 4096)))
+    flash = V41Config.v41_flash()
+    if longest > flash.max_position_embeddings:
+        raise ArgumentError(
+            "run_layers_demo: prompts must leave room for the decode steps within "
+            f"{flash.max_position_embeddings} tokens, "
+            f"got {max(prompts)} and {longest - max(prompts)} more."
+        )
+    config = replace(V41Config.tiny() if preset == "tiny" else flash, max_position_embeddings=max(longest, 4096))
     layers = LayerTopology(config).closure(None if preset == "tiny" else LayerTopology(config).one_of_each_kind())
     weights = AttentionWeights.random(config, seed=seed)
     report = LayersReport(preset, layers, default_backend() if backend is None else backend, tuple(prompts))

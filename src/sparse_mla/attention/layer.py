@@ -48,46 +48,57 @@ from .pool import KVPool
 from .topology import LayerPlan, LayerTopology
 from .weights import AttentionWeights, LayerWeights
 
-__all__ = ["STAGES", "Stage", "Trace", "V41Attention"]
+__all__ = ["STAGES", "STAGE_LAYERS", "Stage", "Trace", "V41Attention"]
 
 Trace = Callable[[str, torch.Tensor], None]
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Stage(NamedTuple):
-    """One recorded stage: its name in a trace, which layers have it, and what happens there."""
+    """One recorded stage: its name in a trace, the layers that have it, the stages it reads, and what happens there."""
 
     name: str
-    layers: str
+    layers: str  # a key of STAGE_LAYERS
+    reads: tuple[str, ...]  # names of stages; "window ring", "entries cache" and "index pages" are the pool's
     meaning: str
 
 
+STAGE_LAYERS: dict[str, Callable[[LayerPlan], bool]] = {
+    "all": lambda plan: True,
+    "kv source": lambda plan: plan.owns_cache,
+    "pooling kv source": lambda plan: plan.has_compressor_state,
+    "index source": lambda plan: plan.owns_index,
+    "candidate source": lambda plan: plan.publishes_candidates,
+}
+
 STAGES = (
-    Stage("hidden", "all", "attention-normed hidden state"),
-    Stage("q_latent", "all", "projection to the query rank"),
-    Stage("q_latent_norm", "all", "RMSNorm"),
-    Stage("q", "all", "projection to the heads"),
-    Stage("q_rope", "all", "rope on the last 64 of each head"),
-    Stage("window_kv", "all", "projection to the one 512-vector"),
-    Stage("window_kv_norm", "all", "RMSNorm"),
-    Stage("window_kv_rope", "all", "rope at the token's position; stored as FP8 in the window ring"),
-    Stage("compressor_latent", "source", "projection (ratio > 1: float32)"),
-    Stage("compressor_score", "source, ratio > 1", "gate projection, float32"),
-    Stage("pooled", "source", "softmax over the R rows of a group; ratio 1: the latent"),
-    Stage("pooled_norm", "source", "RMSNorm; index keys start here"),
-    Stage("entry", "source", "rope at the group's first position; stored as FP4"),
-    Stage("index_k", "source", "projection to 128"),
-    Stage("index_k_norm", "source", "RMSNorm"),
-    Stage("index_k_rope", "source", "rope on the last 64; stored as FP4 in the index pages"),
-    Stage("index_q", "index source", "projection to the index heads"),
-    Stage("index_q_rope", "index source", "rope; quantized to FP4"),
-    Stage("index_weights", "index source", "projection to one weight per index head"),
-    Stage("candidates", "candidate source", "best blocks of 8 entries"),
-    Stage("entries", "compressed", "selected entries, ascending, -1 fill"),
-    Stage("attention", "all", "one softmax over window and entries, with the sink"),
-    Stage("attention_unrope", "all", "rope turned back by the query's position"),
-    Stage("o_group", "all", "grouped projection"),
-    Stage("out", "all", "projection to the hidden size"),
+    Stage("hidden", "all", (), "attention-normed hidden state"),
+    Stage("q_latent", "all", ("hidden",), "projection to the query rank"),
+    Stage("q_latent_norm", "all", ("q_latent",), "RMSNorm"),
+    Stage("q", "all", ("q_latent_norm",), "projection to the heads"),
+    Stage("q_rope", "all", ("q",), "rope on the last 64 of each head"),
+    Stage("window_kv", "all", ("hidden",), "projection to the one 512-vector"),
+    Stage("window_kv_norm", "all", ("window_kv",), "RMSNorm"),
+    Stage("window_kv_rope", "all", ("window_kv_norm",), "rope; stored as FP8 in the window ring"),
+    Stage("compressor_latent", "kv source", ("hidden",), "projection, float32 if pooled"),
+    Stage("compressor_score", "pooling kv source", ("hidden",), "gate projection, float32"),
+    Stage("pooled", "kv source", ("compressor_latent", "compressor_score"), "softmax pooling of a group's rows"),
+    Stage("pooled_norm", "kv source", ("pooled",), "RMSNorm"),
+    Stage("entry", "kv source", ("pooled_norm",), "rope at the group's first token; stored as FP4"),
+    Stage("index_k", "kv source", ("pooled_norm",), "projection to 128"),
+    Stage("index_k_norm", "kv source", ("index_k",), "RMSNorm"),
+    Stage("index_k_rope", "kv source", ("index_k_norm",), "rope; stored as FP4 in the index pages"),
+    Stage("index_q", "index source", ("q_latent_norm",), "projection to the index heads"),
+    Stage("index_q_rope", "index source", ("index_q",), "rope; quantized to FP4"),
+    Stage("index_weights", "index source", ("hidden",), "one weight per index head"),
+    Stage("candidates", "candidate source", ("index_q_rope", "index_weights", "index pages"), "best blocks of entries"),
+    Stage(
+        "entries", "index source", ("index_q_rope", "index_weights", "index pages"), "top-k entries, ascending, -1 fill"
+    ),
+    Stage("attention", "all", ("q_rope", "window ring", "entries", "entries cache"), "one softmax, with the sink"),
+    Stage("attention_unrope", "all", ("attention",), "rope turned back by the query's position"),
+    Stage("o_group", "all", ("attention_unrope",), "grouped projection of the heads"),
+    Stage("out", "all", ("o_group",), "projection to the hidden size"),
 )
 
 
