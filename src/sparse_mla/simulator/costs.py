@@ -3,7 +3,7 @@
 
 Cycle formulas are those AWS documents per instruction (N is elements per partition; MIN the 64-cycle initiation
 interval); where a page gives none the entry says `assumed`. Rates and latencies of DMA fit the documented points: one
-engine moves 8 runs of 4 KiB in 1416 ns, transfers below 256 B per partition are severely bound, 2 KiB and more are fine.
+engine moves 8 runs of 4 KiB in 1416 ns, below 256 B per partition it is severely bound, 2 KiB and more are fine.
 
 Nothing here was measured on a device by this project.
 """

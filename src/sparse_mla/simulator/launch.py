@@ -26,8 +26,10 @@ from .blas import single_threaded
 from .core import Array, Launch, Machine, Record, WarningRecord, activate, running, short_path
 from .memory import HBM, PSUM, SBUF, Peak, Storage, psum_peak, sbuf_peak
 from .params import SimulatorParams
+from .report import report
 from .tensor import MemoryRegion, NKIObject, NkiTensor
 from .timing import Estimate, estimate
+from .trace import Trace
 
 __all__ = ["Kernel", "Run", "cpu_simulate", "jit", "run", "simulate"]
 
@@ -63,6 +65,15 @@ class Run:
         if not self.params.timing:
             raise ArgumentError(f"{self.kernel}: estimate needs SimulatorParams(timing=True), got timing=False.")
         return estimate(self.records, self.target, self.cores)
+
+    @property
+    def trace(self) -> Trace:
+        """The timeline of the estimate; `run.trace.save("x.json")` opens in Perfetto."""
+        return Trace(self.estimate, self.kernel)
+
+    def report(self, *, path_lines: int = 10) -> str:
+        """Time, engines, memory, critical path and warnings as text."""
+        return report(self, path_lines=path_lines)
 
 
 class Kernel:

@@ -51,7 +51,7 @@ class Step:
     row: str
     start_us: float
     end_us: float
-    waited_for: str  # "engine", "data", "buffer" or "start"
+    waited_for: str  # "engine", "data", "buffer", "dma" (the engine pool was taken) or "start"
 
 
 @dataclass
@@ -211,6 +211,7 @@ class _Core:
         self.free: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, -1))  # engine or ring -> (time, record)
         self.busy: dict[str, float] = dict.fromkeys(ENGINES, 0.0)
         self.pool = _Pool()
+        self.pool_record = -1  # the transfer that took the pool last
         self.quadrant = target.quadrant
         n = target.pmax // target.quadrant
         self.tiles = [[0.0] * n for _ in range(n)]  # until when each PE quadrant is taken by a small matmul
@@ -399,6 +400,9 @@ class _Scheduler:
         core.busy[queue] += issue
         alone, share = dma_work_us(r, clocks)
         begin, last = core.pool.take(issued + clocks.dma_start_us, share)
+        if begin > issued + clocks.dma_start_us and core.pool_record >= 0:
+            self.cause[i] = (core.pool_record, "dma")
+        core.pool_record = i
         core.busy[DMA] += share
         end = max(begin + alone, last)
         if queue in (GPSIMD, SCALAR):
