@@ -95,10 +95,20 @@ def check(op: str | None, backend: str | None, case_name: str | None, full: bool
 )
 @click.option("--backend", type=click.Choice(("auto", *BACKENDS)), help="The default is SPARSE_MLA_BACKEND, or auto.")
 @click.option("--layers", is_flag=True, help="Run whole attention layers instead: prefill, drafts, rejection; minutes.")
+@click.option("--quick", is_flag=True, help="With --layers: an eighth of the prompts' length, a quarter of the steps.")
+@click.option("--preset", type=click.Choice(("tiny", "flash")), help="With --layers: only this model; else both.")
 @click.option(
-    "--quick", is_flag=True, help="With --layers: prompts of an eighth of the length, a quarter of the steps."
+    "--prompt", type=click.IntRange(min=1), multiple=True, help="With --layers: tokens of a prompt; repeatable."
 )
-def demo(source: Path | None, save: Path | None, backend: str | None, layers: bool, quick: bool) -> None:
+def demo(
+    source: Path | None,
+    save: Path | None,
+    backend: str | None,
+    layers: bool,
+    quick: bool,
+    preset: str | None,
+    prompt: tuple[int, ...],
+) -> None:
     """Store, score, select and attend over V4.1 caches, and show what each step costs in accuracy and time."""
     from .testing.demo import STAGE_NAMES, load_inputs, run_demo, save_result
 
