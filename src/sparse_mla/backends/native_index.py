@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The indexer on the native backend: scores, selection, and both in one pass.
 
-What needs the values (lengths, table entries, candidate lists, NaN) the core checks and only says *whether*; the reference's own
-check then finds out which, and words the error.
+What needs the values (lengths, table entries, candidate lists, NaN) the core checks and only says *whether*; the
+reference's own check then finds out which, and words the error.
 """
 
 from __future__ import annotations
@@ -11,13 +11,21 @@ from typing import Any
 
 import torch
 
+from .. import _native  # type: ignore[attr-defined]
 from ..dispatch import EXACT, Limits, Tolerance, opaque
 from ..errors import NonFiniteError, SparseMlaError
-from ..formats import INDEX_FP8_FP32
 from ..ops.candidate_blocks import CANDIDATE_BLOCKS, CandidateBlocksCall
 from ..ops.candidate_blocks import SCHEMA as BLOCKS_SCHEMA
 from ..ops.candidate_blocks import _fake as fake_blocks
-from ..ops.index_logits import INDEX_LOGITS, NUM_INPUTS, IndexInputs, IndexLogitsCall, check_values, empty_logits, logits_columns
+from ..ops.index_logits import (
+    INDEX_LOGITS,
+    NUM_INPUTS,
+    IndexInputs,
+    IndexLogitsCall,
+    check_values,
+    empty_logits,
+    logits_columns,
+)
 from ..ops.index_logits import SCHEMA as LOGITS_SCHEMA
 from ..ops.index_logits import _fake as fake_logits
 from ..ops.index_topk import INDEX_TOPK, WORKSPACE, IndexTopkCall
@@ -26,7 +34,7 @@ from ..ops.index_topk import _fake as fake_index_topk
 from ..ops.topk import SCHEMA as TOPK_SCHEMA
 from ..ops.topk import TOPK, TopkCall, check_bounds, raise_nan
 from ..ops.topk import _fake as fake_topk
-from .native import _address, _flat, _native, _page_layout, _plan, _rows
+from .native import KINDS, _address, _flat, _page_layout, _plan, _rows
 
 __all__ = ["SCORES"]
 
@@ -35,12 +43,12 @@ NO_BOUND = 1 << 31  # keys of a row that no width bounds
 SCORES = Tolerance(
     "within_2x_bf16",
     2.0,
-    "float32 sums in the target's order over exactly decoded operands; FP4 products are exact integers where scales allow",
+    "float32 sums in the target's order over exactly decoded operands; FP4 products are exact where scales allow",
 )
 
 
 def _inputs(inputs: IndexInputs, score_float: bool, keep: list[torch.Tensor]) -> tuple[int, ...]:
-    """The fields of the core's IndexParams, in order. Tensors made here are put into `keep`: they must outlive the call."""
+    """The fields of the core's IndexParams, in order. Tensors made here go into `keep`: they must outlive the call."""
 
     def held(tensor: torch.Tensor) -> torch.Tensor:
         keep.append(tensor)
@@ -58,7 +66,17 @@ def _inputs(inputs: IndexInputs, score_float: bool, keep: list[torch.Tensor]) ->
         offset, layout = _page_layout(tuple(cache.data.shape), cache.data.stride(), cache.data.dtype, cache.geometry)
         kind, page_size, block_stride, data_step, scale_base, scale_step, num_slots = layout
         data = cache.data.data_ptr() + offset
-        keys = (kind, data, data + scale_base, num_slots // page_size, page_size, block_stride, block_stride, data_step, scale_step)
+        keys = (
+            kind,
+            data,
+            data + scale_base,
+            num_slots // page_size,
+            page_size,
+            block_stride,
+            block_stride,
+            data_step,
+            scale_step,
+        )
         table_fields = (table.data_ptr(), table.stride(0), table.shape[1], max(inputs.rows_per_table, 1))
     else:
         if inputs.keys_sf is None:
@@ -66,7 +84,7 @@ def _inputs(inputs: IndexInputs, score_float: bool, keep: list[torch.Tensor]) ->
         data_rows, sf = held(_rows(inputs.keys)), inputs.keys_sf
         sf = held(sf if sf.dim() == 1 else _rows(sf))
         keys = (
-            _kind(inputs.format.name),
+            KINDS[inputs.format.name],
             data_rows.data_ptr(),
             sf.data_ptr(),
             1,
@@ -108,12 +126,6 @@ def _inputs(inputs: IndexInputs, score_float: bool, keep: list[torch.Tensor]) ->
     )
 
 
-def _kind(name: str) -> int:
-    from .native import KINDS
-
-    return KINDS[name]
-
-
 def _refused(op: str, inputs: IndexInputs) -> None:
     check_values(op, inputs)
     raise SparseMlaError(f"{op}: the native core refused inputs that the reference accepts; this is a bug.")
@@ -144,7 +156,8 @@ def _index_topk(*args: Any) -> torch.Tensor:
         _refused("index_topk", inputs)
     elif raise_on_nan and found[0] >= 0:
         raise NonFiniteError(
-            f"index_topk: scores must not be NaN, got NaN at row {found[0]}, column {found[1]}; on_nan='last' never selects it."
+            f"index_topk: scores must not be NaN, got NaN at row {found[0]}, column {found[1]}; "
+            "on_nan='last' never selects it."
         )
     return out
 
@@ -208,7 +221,7 @@ def _candidate_blocks(
     )
     if nan_row == -2:
         check_bounds("candidate_blocks", "lengths", lengths, n, "n")
-        raise SparseMlaError("candidate_blocks: the native core refused lengths that the reference accepts; this is a bug.")
+        raise SparseMlaError("candidate_blocks: the native core refused lengths the reference accepts; this is a bug.")
     if nan_row >= 0 and raise_on_nan:
         raise_nan("candidate_blocks", logits[nan_row, : int(lengths[nan_row])], nan_row, 0)
     return out

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .. import _native  # type: ignore[attr-defined]
 from ..caches import PagedCache, check_slots
 from ..dispatch import EXACT, Limits, Tolerance, opaque
 from ..errors import SparseMlaError
@@ -21,11 +22,15 @@ from ..ops.softmax_pool import POOL_DTYPES, SOFTMAX_POOL, SoftmaxPoolCall, fake_
 from ..ops.softmax_pool import SCHEMA as POOL_SCHEMA
 from ..ops.store_records import SCHEMA as STORE_SCHEMA
 from ..ops.store_records import STORE_RECORDS, StoreRecordsCall, _require_finite, fake_store
-from .native import _address, _native, _page_layout, _plan, _rows
+from .native import _address, _page_layout, _plan, _rows
 
 __all__ = ["POOLING"]
 
-POOLING = Tolerance("within_2x_bf16", 2.0, "the exponential is a polynomial with a relative error of 2e-7; sums in the reference's order")
+POOLING = Tolerance(
+    "within_2x_bf16",
+    2.0,
+    "the exponential is a polynomial, relative error 2e-7; sums in the reference's order",
+)
 
 _TREATMENTS = {name: number for number, name in enumerate(("raise", "zero", "saturate", "nan_scale"))}
 
