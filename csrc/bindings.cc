@@ -41,8 +41,9 @@ AttentionScope attention_scope(const nb::tuple& t) {
             pointer<const int32_t>(t[8]), integer(9), integer(10), integer(11), pointer<const int32_t>(t[12])};
 }
 
-// False: a slot is out of range (or a length negative) and nothing was written; the caller finds out which and raises.
-bool attention(int target, int num_threads, bool checks, bool skip_out_of_range, uintptr_t q, int64_t q_stride_b, int64_t q_stride_s,
+// The number of the target whose code ran. -1: a slot is out of range (or a length negative) and nothing was written; the caller
+// finds out which and raises.
+int attention(int target, int num_threads, bool checks, bool skip_out_of_range, uintptr_t q, int64_t q_stride_b, int64_t q_stride_s,
                int64_t q_stride_h, int64_t b, int64_t s_q, int64_t h_q, const nb::tuple& scope0, const nb::tuple& scope1, float softmax_scale,
                uintptr_t attn_sink, uintptr_t out, bool out_float, uintptr_t lse, uintptr_t max_logits) {
     AttentionParams p{};
@@ -63,11 +64,11 @@ bool attention(int target, int num_threads, bool checks, bool skip_out_of_range,
     Status status;
     {
         const nb::gil_scoped_release release;
-        if (checks && has_bad_slot(p)) return false;
+        if (checks && has_bad_slot(p)) return -1;
         status = operators(target).sparse_decode(p);
     }
     finish(status);
-    return true;
+    return int(p.ran);
 }
 
 void merge(int target, int num_threads, nb::tuple outs, bool outs_float, nb::tuple lses, uintptr_t attn_sink, int64_t num_heads, int64_t rows,
@@ -260,10 +261,13 @@ NB_MODULE(_native, m) {
     }, "(name, why it cannot run here or \"\") of every CPU target, best first; the position is the target's number.");
     m.def("formats", [] {
         nb::list formats;
-        for (const RecordFormat& f : RECORD_FORMATS)
+        for (int kind = 0; kind < NUM_RECORD_FORMATS; ++kind) {
+            const RecordFormat& f = RECORD_FORMATS[kind];
             formats.append(nb::make_tuple(f.name, f.dim, f.data_bytes, f.scale_bytes, f.elements_per_sf));
+        }
         return formats;
     }, "(name, dim, data_bytes, scale_bytes, elements_per_sf) of every record format of formats.h.");
+    m.attr("BF16_ROW") = int(BF16_ROW);
     m.def("decode_record", [](int target, int kind, uintptr_t data, uintptr_t scales, uintptr_t out) {
         operators(target).decode_record(RecordKind(kind), reinterpret_cast<const uint8_t*>(data), reinterpret_cast<const uint8_t*>(scales),
                                         reinterpret_cast<float*>(out));

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "cpu.h"
 #include "formats.h"
 #include "parallel.h"
 
@@ -42,6 +43,7 @@ struct AttentionParams {
     float* lse;               // [b, s_q, h_q] contiguous
     float* max_logits;        // [b, s_q, h_q] contiguous or nullptr: scaled, -inf for an empty row
     Plan plan;                // scratch_bytes is filled by the operator
+    TargetId ran;             // filled by the operator: the target whose code this was
 };
 
 // Whether a slot inside its length is neither -1 nor below num_slots, or a length is negative. Only whether: the caller words it.

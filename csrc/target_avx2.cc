@@ -8,6 +8,8 @@ namespace sparse_mla {
 
 namespace {
 
+constexpr TargetId THIS_TARGET = TargetId::AVX2;
+
 #include "decode_f32.inc"
 #include "vector_avx2.inc"
 #include "attention_f32.inc"
@@ -19,6 +21,6 @@ namespace {
 }  // namespace
 
 extern const Operators OPERATORS_AVX2;
-constexpr Operators OPERATORS_AVX2 = make_operators(TargetId::AVX2);
+constexpr Operators OPERATORS_AVX2 = make_operators();
 
 }  // namespace sparse_mla

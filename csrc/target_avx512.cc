@@ -9,6 +9,8 @@ namespace sparse_mla {
 
 namespace {
 
+constexpr TargetId THIS_TARGET = TargetId::AVX512;
+
 #include "decode_f32.inc"
 #include "vector_avx512.inc"
 #include "decode_avx512.inc"
@@ -21,6 +23,6 @@ namespace {
 }  // namespace
 
 extern const Operators OPERATORS_AVX512;
-constexpr Operators OPERATORS_AVX512 = make_operators(TargetId::AVX512);
+constexpr Operators OPERATORS_AVX512 = make_operators();
 
 }  // namespace sparse_mla

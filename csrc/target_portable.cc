@@ -6,6 +6,8 @@ namespace sparse_mla {
 
 namespace {
 
+constexpr TargetId THIS_TARGET = TargetId::PORTABLE;
+
 #include "vector_portable.inc"
 #include "attention_f32.inc"
 #include "attention.inc"
@@ -16,6 +18,6 @@ namespace {
 }  // namespace
 
 extern const Operators OPERATORS_PORTABLE;
-constexpr Operators OPERATORS_PORTABLE = make_operators(TargetId::PORTABLE);
+constexpr Operators OPERATORS_PORTABLE = make_operators();
 
 }  // namespace sparse_mla

@@ -213,7 +213,7 @@ def _sparse_prefill(
         check_lengths("sparse_prefill", length)
     # A gathered buffer is a cache of one-record pages whose block stride is the row stride.
     row_bytes = kv.stride(0) * kv.element_size()
-    layout = (KINDS["BF16"], 1, row_bytes, row_bytes, 0, 0, kv.shape[0])
+    layout = (_native.BF16_ROW, 1, row_bytes, row_bytes, 0, 0, kv.shape[0])
     lists = (indices.data_ptr(), indices.stride(0), 0, indices.shape[2], _address(length))
     out = torch.empty((s_q, h_q, d), dtype=out_dtype)
     max_logits = torch.empty((s_q, h_q), dtype=torch.float32)
