@@ -8,12 +8,16 @@ untransposed, serves P @ V. Heads lie on the output partitions. With 32 heads or
 i of the group owns partitions 32 i .. 32 i + 31 (column tiles of the array); with 33 to 64 heads, two rows do. No
 instruction mixes two rows' numbers, so a row's bits do not depend on its neighbours.
 
-A step is one group of rows and one segment of at most SEGMENT chunks. Three stages of a step follow one another in the
-program, each one step behind the other, so that every engine finds work while another waits:
+A step is one group of rows and one segment of at most SEGMENT chunks. The program runs four stages of different steps
+in turn, so that every engine finds work that is ready while another one is busy:
 
-    prepare(i)     gather (issued PREFETCH rows ahead), decode, K^T, scores of each row      GpSimd/DMA, Vector,
-    Tensor, Scalar soften(i-1)    max, exp, row sums                                                        Vector,
-    Scalar emit(i-2)      P^T, P @ V, scaling, store                                                Tensor, Scalar, DMA
+    multiply(i-2)  P^T, P @ V                                                   Tensor, Scalar
+    prepare(i)     gather (issued PREFETCH rows ahead), decode, K^T, scores     GpSimd, DMA, Vector, Tensor, Scalar
+    soften(i-1)    max, exp, row sums                                           Vector, Scalar
+    store(i-2)     division, stores                                             Vector, Scalar, DMA
+
+Vector decodes and is the busiest engine: all evacuations of PSUM are Scalar's, and what Vector waits for in a stage was
+computed in the turn before.
 
 Empty slots. Their index is EMPTY_UNIT, outside every pool: the gather skips them and leaves what the buffer held, which
 is zeros at first and another row's record later, finite in any case. Their bias of EMPTY makes P exactly 0. So no
@@ -43,6 +47,7 @@ BANK = 512  # float32 columns of one PSUM bank
 SEGMENT = 8  # chunks whose scores are held at once: two PSUM banks
 BIAS_PAD = 16  # columns before the per-slot bias; column 0 is the row's softmax scale
 SINK_CAP = 80.0  # exp(80) and its reciprocal are normal float32; an output below 1e-34 is as good as 0
+FEW_CHUNKS = 2  # chunks decoded at once where latency counts
 PREFETCH = 3  # rows whose gathers are issued ahead of their decoding
 MASK_KEYS = 4096  # keys whose mask is kept for all rows of a block at once
 FP8_DATA, FP8_SCALES = 512, 16  # bytes of a 528-byte record
@@ -239,30 +244,59 @@ def gather_scope(raw, v, base, kind, pool, columns, scale_columns, column, first
                 )
 
 
-def decode_scope(v, base, raw, kind, count, step, lanes):
-    """V[:, base .. base + count] of gathered records, `step` chunks per instruction."""
-    for start in range(0, count, step):
-        stop = min(start + step, count)
-        chunks = stop - start
-        dst = v[:, base + start : base + stop, :]
-        if kind == "fp4":
-            factors = scale_factors_e4m3(
-                raw=raw[:, start:stop, FP4_DATA : FP4_DATA + FP4_SCALES], chunks=chunks, groups=FP4_SCALES
-            )
-            decode_e2m1(dst=dst, data=raw[:, start:stop, 0:FP4_DATA], factors=factors, groups=FP4_SCALES, lanes=lanes)
-        else:
-            is_integer = kind == "fp8_integer"
-            factors = scale_factors_ue8m0(
-                raw=raw[:, start:stop, FP8_DATA : FP8_DATA + FP8_SCALES],
-                chunks=chunks,
-                groups=FP8_SCALES,
-                raise_by=E4M3_RAISE if is_integer else 0,
-            )
-            data = raw[:, start:stop, 0:FP8_DATA]
-            if is_integer:
-                decode_e4m3_integer(dst=dst, data=data, factors=factors, groups=FP8_SCALES, lanes=32)
-            else:
-                decode_e4m3_native(dst=dst, data=data, factors=factors, groups=FP8_SCALES)
+def decode_scope(v, base, raw, kind, count, few, lanes):
+    """V[:, base .. base + count] of gathered records.
+
+    `few`: chunk by chunk, as they land. Else in two parts, the first of which GpSimd scales while Vector, the busiest
+    engine, extracts the codes of the second.
+    """
+    if few:
+        for c in range(count):
+            decode_part(v=v, base=base, raw=raw, kind=kind, start=c, stop=c + 1, lanes=lanes, engine=nisa.engine.vector)
+        return
+    share = 0
+    if kind == "fp8_integer":
+        share = count * 2 // 5
+    if kind == "fp4":
+        share = count // 4
+    if share > 0:
+        decode_part(v=v, base=base, raw=raw, kind=kind, start=0, stop=share, lanes=lanes, engine=nisa.engine.gpsimd)
+    decode_part(v=v, base=base, raw=raw, kind=kind, start=share, stop=count, lanes=lanes, engine=nisa.engine.vector)
+
+
+def decode_part(v, base, raw, kind, start, stop, lanes, engine):
+    """V[:, base + start .. base + stop] of gathered records, all chunks in one instruction each."""
+    chunks = stop - start
+    dst = v[:, base + start : base + stop, :]
+    if kind == "fp4":
+        factors = scale_factors_e4m3(
+            raw=raw[:, start:stop, FP4_DATA : FP4_DATA + FP4_SCALES], chunks=chunks, groups=FP4_SCALES
+        )
+        decode_e2m1(
+            dst=dst, data=raw[:, start:stop, 0:FP4_DATA], factors=factors, groups=FP4_SCALES, lanes=lanes, engine=engine
+        )
+        return
+    is_integer = kind == "fp8_integer"
+    factors = scale_factors_ue8m0(
+        raw=raw[:, start:stop, FP8_DATA : FP8_DATA + FP8_SCALES],
+        chunks=chunks,
+        groups=FP8_SCALES,
+        raise_by=E4M3_RAISE if is_integer else 0,
+    )
+    data = raw[:, start:stop, 0:FP8_DATA]
+    if is_integer:
+        decode_e4m3_integer(dst=dst, data=data, factors=factors, groups=FP8_SCALES, lanes=32, engine=engine)
+    else:
+        decode_e4m3_native(dst=dst, data=data, factors=factors, groups=FP8_SCALES, engine=engine)
+
+
+def fill_rows(dst, first, stop):
+    """Zeros in rows that are padding, so that every element of an output is written."""
+    zeros = nl.ndarray(shape=(P, dst.shape[1]), dtype=dst.dtype, buffer=nl.sbuf)
+    nisa.memset(dst=zeros, value=0.0, engine=nisa.engine.gpsimd)
+    for start in range(first, stop, P):
+        count = min(P, stop - start)
+        nisa.dma_copy(dst=dst[start : start + count, :], src=zeros[0:count, :])
 
 
 def column_tile():
@@ -270,7 +304,7 @@ def column_tile():
     return nl.ndarray(shape=(P, 1), dtype=nl.float32, buffer=nl.sbuf)
 
 
-def attend(q, bias, sink, scopes, with_lse, with_max, exact_bias, out_fp32, lanes):
+def attend(q, bias, sink, scopes, active, with_lse, with_max, exact_bias, out_fp32, lanes):
     """The body of every kernel here. `scopes`: list of dicts with kind, chunks, pool, idx, scale_idx, is_columns.
 
     Kind "rows" is gathered already: pool holds the keys of all rows one after another.
@@ -293,7 +327,12 @@ def attend(q, bias, sink, scopes, with_lse, with_max, exact_bias, out_fp32, lane
         top = nl.ndarray(shape=(rows * heads, 1), dtype=nl.float32, buffer=nl.shared_hbm, name="max_logits")
         results.append(top)
 
-    first_row, num_rows = core_rows(rows=rows)
+    if active == 0:
+        active = rows
+    first_row, num_rows = core_rows(rows=active)
+    if active < rows and first_row == 0:
+        for result in results:
+            fill_rows(dst=result, first=active * heads, stop=rows * heads)
     if num_rows == 0:
         return results
     num_segments = (chunks + SEGMENT - 1) // SEGMENT
@@ -377,6 +416,7 @@ def attend(q, bias, sink, scopes, with_lse, with_max, exact_bias, out_fp32, lane
         "few": few,
         "lanes": lanes,
         "exact_bias": exact_bias,
+        "with_lse": with_lse,
         "first_row": first_row,
         "num_rows": num_rows,
         "num_segments": num_segments,
@@ -392,14 +432,16 @@ def attend(q, bias, sink, scopes, with_lse, with_max, exact_bias, out_fp32, lane
         state["mask_rows"] = min(block, num_rows)
 
     for i in range(len(steps) + 2):
+        if i >= 2:
+            multiply_step(steps=steps, i=i - 2, state=state)
         if i < len(steps):
             prepare_step(
                 q=q, bias=bias, keys=keys, scopes=scopes, steps=steps, items=items, i=i, state=state, v_ring=v_ring
             )
         if i >= 1 and i - 1 < len(steps):
-            soften_step(steps=steps, i=i - 1, bias=bias, state=state)
+            soften_step(steps=steps, i=i - 1, bias=bias, sink=sink_lanes, state=state)
         if i >= 2:
-            emit_step(steps=steps, i=i - 2, sink=sink_lanes, out=out, lse=lse, top=top, state=state)
+            store_step(steps=steps, i=i - 2, out=out, lse=lse, top=top, state=state)
     return results
 
 
@@ -538,7 +580,7 @@ def prepare_step(q, bias, keys, scopes, steps, items, i, state, v_ring):
                     raw=scope["raw"][n % len(scope["raw"])],
                     kind=scope["kind"],
                     count=stop - first,
-                    step=1 if state["few"] else stop - first,
+                    few=state["few"] and n == 0,
                     lanes=state["lanes"],
                 )
         k_t = nl.ndarray(shape=(P, count, D_BLOCKS, P), dtype=nl.bfloat16, buffer=nl.sbuf)
@@ -554,7 +596,7 @@ def prepare_step(q, bias, keys, scopes, steps, items, i, state, v_ring):
         )
 
 
-def soften_step(steps, i, bias, state):
+def soften_step(steps, i, bias, sink, state):
     """P and its row sums of step i, with the running maximum when there are several segments."""
     step = steps[i]
     live = step["count"] * state["width"]
@@ -648,13 +690,31 @@ def soften_step(steps, i, bias, state):
     step["p"] = p
     step["total"] = total
     step["scores"] = None
+    if step["segment"] < state["num_segments"] - 1:
+        return
+    # exp(min(sink - m, cap)), the sink's share of the denominator, and ln(sum); what is left for Vector comes a stage
+    # later.
+    above = column_tile()
+    nisa.tensor_tensor(
+        dst=above[0:live, :], data1=sink[0:live, :], data2=minus[0:live, :], op=nl.add, engine=nisa.engine.vector
+    )
+    capped = column_tile()
+    nisa.tensor_scalar(
+        dst=capped[0:live, :], data=above[0:live, :], op0=nl.minimum, operand0=SINK_CAP, engine=nisa.engine.vector
+    )
+    weight = column_tile()
+    nisa.activation(dst=weight[0:live, :], op=nl.exp, data=capped[0:live, :])
+    step["weight"] = weight
+    if state["with_lse"]:
+        log = column_tile()
+        nisa.activation(dst=log[0:live, :], op=nl.log, data=total[0:live, :])
+        step["log"] = log
 
 
-def emit_step(steps, i, sink, out, lse, top, state):
-    """P @ V of step i; after the last segment the division and the stores."""
+def multiply_step(steps, i, state):
+    """P^T and P @ V of step i."""
     step = steps[i]
     width = state["width"]
-    heads = state["heads"]
     live = step["count"] * width
     chunks = step["stop"] - step["first"]
     psum = nl.ndarray(shape=(P, chunks, P), dtype=nl.bfloat16, buffer=nl.psum)
@@ -663,7 +723,7 @@ def emit_step(steps, i, sink, out, lse, top, state):
             dst=psum[:, c, 0:live], data=step["p"][0:live, c * P : (c + 1) * P], engine=nisa.engine.tensor
         )
     p_t = nl.ndarray(shape=(P, chunks, P), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=p_t[:, :, 0:live], src=psum[:, :, 0:live], engine=nisa.engine.vector)
+    nisa.activation(dst=p_t[:, :, 0:live], op=nl.copy, data=psum[:, :, 0:live])
     product = nl.ndarray(shape=(P, D), dtype=nl.float32, buffer=nl.psum)
     for slot in range(step["count"]):
         lane = slot * width
@@ -676,6 +736,15 @@ def emit_step(steps, i, sink, out, lse, top, state):
                 width=width,
                 accumulate=c > 0,
             )
+    step["product"] = product
+    step["v"] = []
+
+
+def store_step(steps, i, out, lse, top, state):
+    """Join the product of step i with the segments before it; after the last, divide and store the group."""
+    step = steps[i]
+    live = step["count"] * state["width"]
+    product = step["product"]
     result = product
     if state["num_segments"] > 1:
         result = nl.ndarray(shape=(P, D), dtype=nl.float32, buffer=nl.sbuf)
@@ -691,29 +760,20 @@ def emit_step(steps, i, sink, out, lse, top, state):
                 operand1=product[0:live, :],
             )
     step["result"] = result
-    step["v"] = []
-    if step["segment"] < state["num_segments"] - 1:
-        return
-    finish_group(step=step, heads=heads, width=width, sink=sink, out=out, lse=lse, top=top)
+    step["product"] = None
+    if step["segment"] == state["num_segments"] - 1:
+        finish_group(step=step, heads=state["heads"], width=state["width"], out=out, lse=lse, top=top)
 
 
-def finish_group(step, heads, width, sink, out, lse, top):
+def finish_group(step, heads, width, out, lse, top):
     """out = O / (sum + exp(min(sink - m, cap))), lse = m + ln(sum); stores."""
     live = step["count"] * width
     minus = step["minus"][0:live, :]
-    above = column_tile()
-    nisa.tensor_tensor(dst=above[0:live, :], data1=sink[0:live, :], data2=minus, op=nl.add, engine=nisa.engine.vector)
-    capped = column_tile()
-    nisa.tensor_scalar(
-        dst=capped[0:live, :], data=above[0:live, :], op0=nl.minimum, operand0=SINK_CAP, engine=nisa.engine.vector
-    )
-    weight = column_tile()
-    nisa.activation(dst=weight[0:live, :], op=nl.exp, data=capped[0:live, :])
     denominator = column_tile()
     nisa.tensor_tensor(
         dst=denominator[0:live, :],
         data1=step["total"][0:live, :],
-        data2=weight[0:live, :],
+        data2=step["weight"][0:live, :],
         op=nl.add,
         engine=nisa.engine.vector,
     )
@@ -723,11 +783,9 @@ def finish_group(step, heads, width, sink, out, lse, top):
     nisa.activation(dst=final[0:live, :], op=nl.copy, data=step["result"][0:live, :], scale=inverse[0:live, :])
     store_lanes(dst=out, src=final, step=step, heads=heads, width=width)
     if lse != None:
-        log = column_tile()
-        nisa.activation(dst=log[0:live, :], op=nl.log, data=step["total"][0:live, :])
         stat = column_tile()
         nisa.tensor_tensor(
-            dst=stat[0:live, :], data1=log[0:live, :], data2=minus, op=nl.subtract, engine=nisa.engine.vector
+            dst=stat[0:live, :], data1=step["log"][0:live, :], data2=minus, op=nl.subtract, engine=nisa.engine.vector
         )
         store_lanes(dst=lse, src=stat, step=step, heads=heads, width=width)
     if top != None:
@@ -759,7 +817,7 @@ def as_results(results):
 
 
 @nki.jit
-def gathered_attn(q, kv, bias, sink, with_lse=False, with_max=False, exact_bias=True, out_fp32=False):
+def gathered_attn(q, kv, bias, sink, with_lse=False, with_max=False, exact_bias=True, out_fp32=False, active=0):
     """Attention of each row over its own gathered bf16 keys.
 
     Dimensions: rows; h = q.shape[0] / rows <= 128 heads; k a multiple of 128 keys per row.
@@ -772,6 +830,7 @@ def gathered_attn(q, kv, bias, sink, with_lse=False, with_max=False, exact_bias=
         with_lse, with_max: also return them, [rows * h, 1] fp32.
         exact_bias: False promises that biases are 0 or -1e30 and scales positive.
         out_fp32: the output is fp32.
+        active: rows to compute, the rest are padding and give zeros; 0: all.
     Returns: out [rows * h, 512] bf16 or fp32, then what was asked for. A row without a valid slot gives an average of
     its keys.
     """
@@ -791,6 +850,7 @@ def gathered_attn(q, kv, bias, sink, with_lse=False, with_max=False, exact_bias=
             bias=bias,
             sink=sink,
             scopes=scopes,
+            active=active,
             with_lse=with_lse,
             with_max=with_max,
             exact_bias=exact_bias,
@@ -802,7 +862,17 @@ def gathered_attn(q, kv, bias, sink, with_lse=False, with_max=False, exact_bias=
 
 @nki.jit
 def gathered_attn_idx(
-    q, kv_table, idx, bias, sink, with_lse=False, with_max=False, exact_bias=True, out_fp32=False, is_columns=False
+    q,
+    kv_table,
+    idx,
+    bias,
+    sink,
+    with_lse=False,
+    with_max=False,
+    exact_bias=True,
+    out_fp32=False,
+    is_columns=False,
+    active=0,
 ):
     """The same over rows of one bf16 table, gathered on the device.
 
@@ -828,6 +898,7 @@ def gathered_attn_idx(
             bias=bias,
             sink=sink,
             scopes=scopes,
+            active=active,
             with_lse=with_lse,
             with_max=with_max,
             exact_bias=exact_bias,
@@ -854,6 +925,7 @@ def fused_attn(
     exact_bias=False,
     out_fp32=False,
     lanes=16,
+    active=0,
 ):
     """Attention directly over records of one or two pools, gathered and decoded on chip.
 
@@ -864,7 +936,7 @@ def fused_attn(
         row r, chunk c.
         scale_idx0, scale_idx1: the units of the scale bytes when they lie apart (planar pages), else None.
         kind0, kind1: "fp8_native", "fp8_integer", "fp4" or "bf16".
-        bias, sink, with_lse, exact_bias, out_fp32: as above; scope 0's slots come first.
+        bias, sink, with_lse, exact_bias, out_fp32, active: as above; scope 0's slots come first.
         lanes: 16 or 32 bits per bit operation of e2m1.
     """
     rows = bias.shape[0]
@@ -895,6 +967,7 @@ def fused_attn(
             bias=bias,
             sink=sink,
             scopes=scopes,
+            active=active,
             with_lse=with_lse,
             with_max=False,
             exact_bias=exact_bias,

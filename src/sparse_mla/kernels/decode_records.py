@@ -64,7 +64,7 @@ def scale_factors_e4m3(raw, chunks, groups):
     """float32 [128, chunks, groups] of e4m3 bytes times E2M1_FACTOR / 64; any code, NaN gives 0, the sign is kept."""
     shape = (P, chunks, groups)
     wide = nl.ndarray(shape=shape, dtype=nl.uint16, buffer=nl.sbuf)
-    nisa.activation(dst=wide, op=nl.copy, data=raw)
+    nisa.tensor_copy(dst=wide, src=raw, engine=nisa.engine.vector)
     magnitude = nl.ndarray(shape=shape, dtype=nl.uint16, buffer=nl.sbuf)
     nisa.tensor_scalar(
         dst=magnitude,
@@ -89,7 +89,13 @@ def scale_factors_e4m3(raw, chunks, groups):
         dst=signed, data1=finite.view(nl.uint16), data2=sign, op=nl.bitwise_or, engine=nisa.engine.vector
     )
     factors = nl.ndarray(shape=shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.activation(dst=factors, op=nl.copy, data=signed.view(nl.float16), scale=E2M1_FACTOR)
+    nisa.tensor_scalar(
+        dst=factors,
+        data=signed.view(nl.float16),
+        op0=nl.multiply,
+        operand0=E2M1_FACTOR,
+        engine=nisa.engine.vector,
+    )
     return factors
 
 
@@ -132,30 +138,30 @@ def bit_fields(dst, words, kind, shape, shift0, mask0, shift1, mask1):
     nisa.tensor_tensor(dst=dst, data1=magnitude, data2=sign, op=nl.bitwise_or, engine=nisa.engine.vector)
 
 
-def scale_groups(dst, codes, factors, groups, length):
-    """dst = codes * factors, `length` neighbours per factor; all [128, chunks, groups * length] but the factors."""
+def scale_groups(dst, codes, factors, length, engine):
+    """dst = codes * factors, `length` neighbours per factor; all [128, chunks, groups, length] but the factors."""
     nisa.tensor_tensor(
         dst=dst,
         data1=codes,
         data2=factors.expand_dim(3).broadcast(3, length),
         op=nl.multiply,
-        engine=nisa.engine.vector,
+        engine=engine,
     )
 
 
-def decode_e4m3_native(dst, data, factors, groups):
+def decode_e4m3_native(dst, data, factors, groups, engine):
     """dst [128, chunks, n] bf16 = float8_e4m3 bytes `data` times their group's factor."""
     length = dst.shape[2] // groups
     scale_groups(
         dst=dst.reshape_dim(2, (groups, length)),
         codes=data.view(nl.float8_e4m3).reshape_dim(2, (groups, length)),
         factors=factors,
-        groups=groups,
         length=length,
+        engine=engine,
     )
 
 
-def decode_e4m3_integer(dst, data, factors, groups, lanes):
+def decode_e4m3_integer(dst, data, factors, groups, lanes, engine):
     """The same for any e4m3 code but NaN; `factors` must carry 2^E4M3_RAISE."""
     chunks = dst.shape[1]
     half = dst.shape[2] // 2
@@ -182,12 +188,12 @@ def decode_e4m3_integer(dst, data, factors, groups, lanes):
             dst=dst.reshape_dim(2, (groups, length, 2))[:, :, :, :, parity],
             codes=codes[:, parity, :, :].reshape_dim(2, (groups, length)),
             factors=factors,
-            groups=groups,
             length=length,
+            engine=engine,
         )
 
 
-def decode_e2m1(dst, data, factors, groups, lanes):
+def decode_e2m1(dst, data, factors, groups, lanes, engine):
     """dst [128, chunks, n] bf16 of packed e2m1 bytes [128, chunks, n / 2]; `factors` must carry 2^E2M1_RAISE."""
     chunks = dst.shape[1]
     half = dst.shape[2] // 2
@@ -215,6 +221,6 @@ def decode_e2m1(dst, data, factors, groups, lanes):
             dst=dst.reshape_dim(2, (groups, length, 2))[:, :, :, :, parity],
             codes=codes[:, parity, :, :].view(nl.float8_e4m3).reshape_dim(2, (groups, length)),
             factors=factors,
-            groups=groups,
             length=length,
+            engine=engine,
         )

@@ -217,6 +217,7 @@ def _fused(call: SparseDecodeCall, backend: str) -> tuple[torch.Tensor, torch.Te
             sink=softmax.sink,
             with_lse=True,
             out_fp32=call.out_dtype == torch.float32,
+            active=queries.shape[0],
         )
 
     return in_blocks(call, MAX_LAUNCH_ROWS, run)
@@ -300,6 +301,7 @@ def _launch_table(call: SparseDecodeCall, backend: str) -> Any:
             exact_bias=False,
             is_columns=True,
             out_fp32=call.out_dtype == torch.float32,
+            active=queries.shape[0],
         )
 
     return in_blocks(call, MAX_LAUNCH_ROWS, run)
@@ -347,6 +349,7 @@ def _launch_row_gather(call: SparseDecodeCall, backend: str) -> Any:
             with_lse=True,
             exact_bias=False,
             out_fp32=call.out_dtype == torch.float32,
+            active=queries.shape[0],
         )
 
     return in_blocks(call, _rows_within(call), run)
