@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "driver_index.h"
 #include "targets.h"
 
 using namespace sparse_mla;
@@ -412,6 +413,7 @@ int main(int argc, char** argv) {
         test_decode(ops, name);
         for (const Case& c : CASES) run_case(ops, name, c);
         test_merge(ops, name);
+        driver::test_index(ops, name, &failures);
         std::printf("%s: %s\n", name, failures ? "FAILED" : "ok");
     }
     if (mode == "test") test_bad_slot();
