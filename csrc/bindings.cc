@@ -261,7 +261,7 @@ NB_MODULE(_native, m) {
     }, "(name, why it cannot run here or \"\") of every CPU target, best first; the position is the target's number.");
     m.def("formats", [] {
         nb::list formats;
-        for (int kind = 0; kind < NUM_RECORD_FORMATS; ++kind) {
+        for (int kind = 0; kind < NUM_RECORD_KINDS; ++kind) {
             const RecordFormat& f = RECORD_FORMATS[kind];
             formats.append(nb::make_tuple(f.name, f.dim, f.data_bytes, f.scale_bytes, f.elements_per_sf));
         }

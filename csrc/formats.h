@@ -15,10 +15,10 @@ constexpr int HEAD_DIM = 512;   // elements of a main record; K and V are the sa
 constexpr int INDEX_DIM = 128;  // elements of an index record
 
 enum class RecordKind : int32_t { V41_FP8, V41_FP4, INDEX_FP4, INDEX_FP8, INDEX_FP8_FP32, BF16 };
-constexpr int NUM_RECORD_FORMATS = 6;
+constexpr int NUM_RECORD_KINDS = 6;
 
 // No record format: a row of a gathered bfloat16 buffer, whose NaN is kept where a record's reads as zero.
-constexpr RecordKind BF16_ROW = RecordKind(NUM_RECORD_FORMATS);
+constexpr RecordKind BF16_ROW = RecordKind(NUM_RECORD_KINDS);
 
 struct RecordFormat {
     const char* name;
@@ -31,7 +31,7 @@ struct RecordFormat {
 
 // Indexed by RecordKind. Main records are data then scales per token (interleaved) or per page (planar); index records are
 // always sectioned per page.
-constexpr RecordFormat RECORD_FORMATS[NUM_RECORD_FORMATS + 1] = {
+constexpr RecordFormat RECORD_FORMATS[NUM_RECORD_KINDS + 1] = {
     {"V41_FP8", HEAD_DIM, 512, 16, 32},         // 528 bytes: e4m3, ue8m0
     {"V41_FP4", HEAD_DIM, 256, 32, 16},         // 288 bytes: e2m1, e4m3
     {"INDEX_FP4", INDEX_DIM, 64, 4, 32},        // 68 bytes: e2m1, ue8m0
