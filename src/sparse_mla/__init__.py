@@ -9,7 +9,18 @@ loaded.
 from .caches import KVScope, PagedCache, allocate, convert_layout
 from .dispatch import OPS, explain
 from .errors import SparseMlaError
-from .formats import BF16, INDEX_FP4, INDEX_FP8, INDEX_FP8_FP32, V41_FP4, V41_FP8, decode, encode
+from .formats import (
+    BF16,
+    INDEX_FP4,
+    INDEX_FP8,
+    INDEX_FP8_FP32,
+    V41_FP4,
+    V41_FP8,
+    QuantizedQuery,
+    decode,
+    encode,
+    encode_query,
+)
 from .info import info
 from .ops.candidate_blocks import (
     candidate_blocks,
@@ -46,6 +57,7 @@ __all__ = [
     "PagedCache",
     "PagedKeys",
     "PrefillOutput",
+    "QuantizedQuery",
     "RaggedKeys",
     "SparseMlaError",
     "YarnConfig",
@@ -59,6 +71,7 @@ __all__ = [
     "decode",
     "dense_to_compact",
     "encode",
+    "encode_query",
     "explain",
     "index_logits",
     "index_topk",
