@@ -47,7 +47,6 @@ BANK = 512  # float32 columns of one PSUM bank
 SEGMENT = 8  # chunks whose scores are held at once: two PSUM banks
 BIAS_PAD = 16  # columns before the per-slot bias; column 0 is the row's softmax scale
 SINK_CAP = 80.0  # exp(80) and its reciprocal are normal float32; an output below 1e-34 is as good as 0
-FEW_CHUNKS = 2  # chunks decoded at once where latency counts
 PREFETCH = 3  # rows whose gathers are issued ahead of their decoding
 MASK_KEYS = 4096  # keys whose mask is kept for all rows of a block at once
 FP8_DATA, FP8_SCALES = 512, 16  # bytes of a 528-byte record
@@ -244,24 +243,34 @@ def gather_scope(raw, v, base, kind, pool, columns, scale_columns, column, first
                 )
 
 
-def decode_scope(v, base, raw, kind, count, few, lanes):
-    """V[:, base .. base + count] of gathered records.
+def decode_scope(v, base, raw, kind, count, landing, alone, gpsimd_free, lanes):
+    """V[:, base .. base + count] of gathered records, in parts that GpSimd and Vector scale side by side.
 
-    `few`: chunk by chunk, as they land. Else in two parts, the first of which GpSimd scales while Vector, the busiest
-    engine, extracts the codes of the second.
+    Vector extracts the codes of every part and is the busiest engine. While gathers keep GpSimd busy it scales a
+    small share; when none is left (`gpsimd_free`) most of it. `landing`: the chunks arrive one by one, so the first
+    is decoded by itself, or every one when the row is `alone`.
     """
-    if few:
+    if landing and alone:
         for c in range(count):
-            decode_part(v=v, base=base, raw=raw, kind=kind, start=c, stop=c + 1, lanes=lanes, engine=nisa.engine.vector)
+            helper = nisa.engine.vector
+            if kind != "fp8_native" and c < count - 1:
+                helper = nisa.engine.gpsimd
+            decode_part(v=v, base=base, raw=raw, kind=kind, start=c, stop=c + 1, lanes=lanes, engine=helper)
         return
     share = 0
     if kind == "fp8_integer":
-        share = count * 2 // 5
+        share = count * 3 // 5 if gpsimd_free else count * 2 // 5
     if kind == "fp4":
-        share = count // 4
-    if share > 0:
-        decode_part(v=v, base=base, raw=raw, kind=kind, start=0, stop=share, lanes=lanes, engine=nisa.engine.gpsimd)
-    decode_part(v=v, base=base, raw=raw, kind=kind, start=share, stop=count, lanes=lanes, engine=nisa.engine.vector)
+        share = count * 3 // 4 if gpsimd_free else count // 4
+    helper = nisa.engine.gpsimd
+    if landing:
+        share = 1
+        helper = nisa.engine.vector
+    if 0 < share and share < count:
+        decode_part(v=v, base=base, raw=raw, kind=kind, start=0, stop=share, lanes=lanes, engine=helper)
+        decode_part(v=v, base=base, raw=raw, kind=kind, start=share, stop=count, lanes=lanes, engine=nisa.engine.vector)
+    else:
+        decode_part(v=v, base=base, raw=raw, kind=kind, start=0, stop=count, lanes=lanes, engine=nisa.engine.vector)
 
 
 def decode_part(v, base, raw, kind, start, stop, lanes, engine):
@@ -363,6 +372,13 @@ def attend(q, bias, sink, scopes, active, with_lse, with_max, exact_bias, out_fp
                     is_columns=scope["is_columns"],
                 )
 
+    # Before any gather: GpSimd, which makes the one-hot rows, is busy with gathers from then on.
+    mask_rows = 0
+    select = None
+    if not exact_bias:
+        mask_rows = min(P if keys <= MASK_KEYS else per_group, num_rows)
+        select = one_hot_rows(rows=mask_rows, width=width)
+
     # Buffers that gathers write, zeroed once because gathers skip empty slots.
     depth = min(PREFETCH + 1, num_rows * num_segments)
     has_bf16 = False
@@ -409,11 +425,9 @@ def attend(q, bias, sink, scopes, active, with_lse, with_max, exact_bias, out_fp
                 items.append({"step": len(steps), "slot": i, "v": None})
             steps.append(step)
 
-    few = num_rows * num_segments <= 4  # latency counts: decode every chunk as it lands
     state = {
         "heads": heads,
         "width": width,
-        "few": few,
         "lanes": lanes,
         "exact_bias": exact_bias,
         "with_lse": with_lse,
@@ -422,14 +436,11 @@ def attend(q, bias, sink, scopes, active, with_lse, with_max, exact_bias, out_fp
         "num_segments": num_segments,
         "mask": None,
         "mask_row": 0,
-        "select": None,
-        "mask_rows": 0,
+        "select": select,
+        "mask_rows": mask_rows,
         "issued": 0,
         "next": 0,
     }
-    if not exact_bias:
-        block = P if keys <= MASK_KEYS else per_group
-        state["mask_rows"] = min(block, num_rows)
 
     for i in range(len(steps) + 2):
         if i >= 2:
@@ -502,8 +513,6 @@ def mask_block(bias, keys, step, state):
     """The mask tile that holds the step's rows, loaded when the steps enter a new block of rows."""
     rows = state["mask_rows"]
     row = step["row"] - state["first_row"]
-    if state["select"] == None:
-        state["select"] = one_hot_rows(rows=rows, width=state["width"])
     if keys > MASK_KEYS:
         state["mask_row"] = row
         first = step["first"] * P
@@ -580,7 +589,9 @@ def prepare_step(q, bias, keys, scopes, steps, items, i, state, v_ring):
                     raw=scope["raw"][n % len(scope["raw"])],
                     kind=scope["kind"],
                     count=stop - first,
-                    few=state["few"] and n == 0,
+                    landing=n == 0,
+                    alone=len(items) == 1,
+                    gpsimd_free=state["issued"] == len(items),
                     lanes=state["lanes"],
                 )
         k_t = nl.ndarray(shape=(P, count, D_BLOCKS, P), dtype=nl.bfloat16, buffer=nl.sbuf)
@@ -769,6 +780,16 @@ def finish_group(step, heads, width, out, lse, top):
     """out = O / (sum + exp(min(sink - m, cap))), lse = m + ln(sum); stores."""
     live = step["count"] * width
     minus = step["minus"][0:live, :]
+    if lse != None:
+        stat = column_tile()
+        nisa.tensor_tensor(
+            dst=stat[0:live, :], data1=step["log"][0:live, :], data2=minus, op=nl.subtract, engine=nisa.engine.vector
+        )
+        store_lanes(dst=lse, src=stat, step=step, heads=heads, width=width)
+    if top != None:
+        peak = column_tile()
+        nisa.tensor_scalar(dst=peak[0:live, :], data=minus, op0=nl.multiply, operand0=-1.0, engine=nisa.engine.vector)
+        store_lanes(dst=top, src=peak, step=step, heads=heads, width=width)
     denominator = column_tile()
     nisa.tensor_tensor(
         dst=denominator[0:live, :],
@@ -782,28 +803,25 @@ def finish_group(step, heads, width, out, lse, top):
     final = nl.ndarray(shape=(P, D), dtype=out.dtype, buffer=nl.sbuf)
     nisa.activation(dst=final[0:live, :], op=nl.copy, data=step["result"][0:live, :], scale=inverse[0:live, :])
     store_lanes(dst=out, src=final, step=step, heads=heads, width=width)
-    if lse != None:
-        stat = column_tile()
-        nisa.tensor_tensor(
-            dst=stat[0:live, :], data1=step["log"][0:live, :], data2=minus, op=nl.subtract, engine=nisa.engine.vector
-        )
-        store_lanes(dst=lse, src=stat, step=step, heads=heads, width=width)
-    if top != None:
-        peak = column_tile()
-        nisa.tensor_scalar(dst=peak[0:live, :], data=minus, op0=nl.multiply, operand0=-1.0, engine=nisa.engine.vector)
-        store_lanes(dst=top, src=peak, step=step, heads=heads, width=width)
     step["result"] = None
 
 
 def store_lanes(dst, src, step, heads, width):
-    """Rows of dst [rows * heads, n] = the lanes of the step's rows."""
+    """Rows of dst [rows * heads, n] = the lanes of the step's rows. Several stores go through two queues in turn."""
     row = step["row"] * heads
     if heads == width:
         nisa.dma_copy(dst=dst[row : row + step["count"] * heads, :], src=src[0 : step["count"] * width, :])
-    else:
-        for i in range(step["count"]):
+        return
+    for i in range(step["count"]):
+        target = dst[row + i * heads : row + (i + 1) * heads, :]
+        if i % 2 == 0:
+            nisa.dma_copy(dst=target, src=src[i * width : i * width + heads, :])
+        else:
             nisa.dma_copy(
-                dst=dst[row + i * heads : row + (i + 1) * heads, :], src=src[i * width : i * width + heads, :]
+                dst=target,
+                src=src[i * width : i * width + heads, :],
+                dge_mode=nisa.dge_mode.hwdge,
+                engine=nisa.engine.scalar,
             )
 
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimated cost of the attention launches on Trainium: the table behind `sparse-mla bench --backend simulated --cost`.
 
-Every row runs one launch through the simulator and asks its cost model. `estimated_us` is the kernel's body at the model's
-nominal constants; `boundary_us`, what one kernel inside a compiled graph costs besides, stands apart. Nothing here was
-measured on a device.
+Every row runs one launch through the simulator and asks its cost model. `estimated_us` is the kernel's body at the
+model's nominal constants; `boundary_us`, what one kernel inside a compiled graph costs besides, stands apart. Nothing
+here was measured on a device.
 
     family    fused: records gathered and decoded by the kernel; bf16_rows: gathered and decoded by torch first
     variant   native: e4m3 read by the engines (caches of the 224 cap); integer: any e4m3 code; none without e4m3
-    traffic   kv_traffic_bytes counts what the keys cost in HBM: each graph node reads its inputs and writes its outputs once
+    traffic   kv_traffic_bytes counts what the keys cost in HBM: each graph node reads its inputs and writes its
+    outputs once
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ KEYS: dict[str, tuple[tuple[RecordFormat, int], ...]] = {
 PAGE = 64
 PAGES = 64
 BF16_BYTES = 2 * HEAD_DIM
-PARAMS = SimulatorParams(checks=False, show_warnings=False)  # correctness is the tests' business; this wants the records
+# correctness is the tests' business; this wants the records
+PARAMS = SimulatorParams(checks=False, show_warnings=False)
 
 
 class CostPoint(NamedTuple):
@@ -168,9 +170,7 @@ def _arguments(point: CostPoint) -> dict[str, Any]:
         data = torch.zeros((PAGES, PAGE, 1, fmt.record_bytes), dtype=torch.uint8)
         cache = PagedCache(data, fmt, PAGE, e4m3_max=224 if point.variant == "native" else 448)
         shape = (point.rows, 1, topk)
-        scopes.append(
-            KVScope(cache, torch.randint(0, PAGES * PAGE, shape, generator=generator, dtype=torch.int32))
-        )
+        scopes.append(KVScope(cache, torch.randint(0, PAGES * PAGE, shape, generator=generator, dtype=torch.int32)))
     q = torch.zeros((point.rows, 1, point.heads, HEAD_DIM), dtype=torch.bfloat16)
     return {"q": q, "scopes": scopes}
 
