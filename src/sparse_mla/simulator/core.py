@@ -222,6 +222,7 @@ class Launch:
         self.meet: Callable[[Machine, tuple[Any, ...], Any], Any] | None = (
             None  # rendezvous of cores, set by the launcher
         )
+        self.pause: Callable[[Machine], None] | None = None  # lets the other core run, set by the launcher
 
 
 class Machine:

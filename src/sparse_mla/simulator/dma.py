@@ -275,6 +275,8 @@ def dma_copy(
         indirect=indirect, rows=dst.shape[0] if indirect else 0, cast=dst.dtype is not src.dtype, **hbm_traffic(dst,
         src),
     )  # fmt: skip
+    if m.launch.pause is not None and dst.storage.kind == "shared_hbm":
+        m.launch.pause(m)
 
 
 _AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}

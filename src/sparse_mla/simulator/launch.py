@@ -2,9 +2,9 @@
 """Running a kernel: `jit`, `simulate`, grids, two-core launches, arguments in and results out.
 
 A kernel is an ordinary Python function that is executed with tensors whose instructions act at once. On a two-core
-launch
-the cores alternate: core 0 runs until it waits for core 1 (barrier or exchange) or ends, then core 1; so results do not
-depend on thread timing, and a core that never arrives is reported instead of waited for.
+launch the cores alternate: core 0 runs until it waits for core 1 (barrier or exchange) or ends, then core 1; so results
+do not depend on thread timing, and a core that never arrives is reported instead of waited for. With aws_compat a core
+also hands over after each write to shared_hbm: both advance together, as third-party tests expect.
 """
 
 from __future__ import annotations
@@ -334,7 +334,10 @@ class _Cores:
         self.result: list[Any] = [None] * n
         self.error: BaseException | None = None
         self.aborting = False
+        self.last = -1  # the core that ran last
         launch.meet = self.meet
+        if launch.params.aws_compat:  # otherwise a missing barrier is to be found: one core runs far ahead
+            launch.pause = self.pause
 
     def run(self) -> list[Any]:
         threads = [
@@ -345,7 +348,8 @@ class _Cores:
             thread.start()
         try:
             while self.error is None and "ready" in self.state:
-                self._step(self.state.index("ready"))
+                n = len(self.state)
+                self._step(next(c for k in range(n) if self.state[c := (self.last + 1 + k) % n] == "ready"))
                 if self.error is None and "ready" not in self.state and "waiting" in self.state:
                     self._meet_or_deadlock()
         finally:
@@ -359,7 +363,16 @@ class _Cores:
             raise self.error
         return self.result
 
+    def pause(self, machine: Machine) -> None:
+        """Let the other core run: called after each write to shared memory."""
+        if self.state.count("ready") > 1:
+            self.back.release()
+            self.go[machine.core].acquire()
+            if self.aborting:
+                raise _Abort
+
     def _step(self, core: int) -> None:
+        self.last = core
         activate(self.launch.machines[core])
         self.go[core].release()
         self.back.acquire()
