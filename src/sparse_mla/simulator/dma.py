@@ -193,10 +193,19 @@ def descriptor_warnings(m: Machine, dst: NkiTensor, src: NkiTensor, count: int, 
         )
 
 
+def by_number(m: Machine, mode: Any) -> Any:
+    """Kernels for 0.3 write the number of a descriptor mode instead of its name."""
+    if type(mode) is int and mode in [each.value for each in Dge]:
+        m.note(0, f"dge_mode={mode} is now nisa.dge_mode.{Dge(mode).name}")
+        return Dge(mode)
+    return mode
+
+
 def dge(
     m: Machine, mode: Any, engine: Any, dst: NkiTensor, src: NkiTensor, *, indirect: bool, dynamic: bool
 ) -> tuple[str, str]:
     """(descriptor mode, issuing engine) of a copy, checked."""
+    mode = by_number(m, mode)
     if not isinstance(mode, Dge):
         m.fail(34, f"dge_mode must be one of nki.isa.dge_mode, got {describe(mode)}")
     if engine is None:
@@ -290,6 +299,7 @@ def dma_transpose(
     """dst = src with axes (1,0), (2,1,0) or (3,1,2,0); src may be gathered by an index tile first."""
     m = current()
     target = m.target
+    dge_mode = by_number(m, dge_mode)
     dst0, src0 = dma_operand(m, "dst", dst), dma_operand(m, "src", src)
     dst, src = m.dynamic("dst", dst0, bounds=False), m.dynamic("src", src0, bounds=False)
     priority_rule(m, priority)
