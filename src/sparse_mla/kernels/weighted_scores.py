@@ -26,17 +26,9 @@ spoils its own column only, which the caller masks.
 
 from __future__ import annotations
 
-from .decode_records import (
-    E2M1_RAISE,
-    E4M3_NAN_HALF,
-    E4M3_RAISE,
-    P,
-    bit_fields,
-    scale_factors_ue8m0,
-    scale_groups,
-)
 from .nki import nisa, nki, nl
 
+P = 128  # partitions
 D = 128  # dimension of index keys
 GROUPS = 4  # scale factors per key
 BLOCK = 8  # chunks in flight together: 1024 keys, one PSUM bank of K^T
@@ -44,6 +36,11 @@ BANK = 512  # float32 columns of one PSUM bank
 BANK_CHUNKS = 4  # chunks whose scores fill a bank
 ROW_SECTION = 16  # keys per section of bf16 rows: 4 KiB runs
 DEPTH = 3  # tiles whose gathers may be in flight
+UE8M0_NAN = 255.0
+UE8M0_BIAS_SHIFT = 23  # a ue8m0 byte is the exponent field of a float32
+E2M1_RAISE = 6  # the float8_e4m3 byte made from an e2m1 code holds value * 2^-6
+E4M3_RAISE = 8  # float16 bits made from an e4m3 byte hold value * 2^-8
+E4M3_NAN_HALF = 1.8  # between 1.75 (448 * 2^-8) and 1.875 (what the NaN code reads as)
 
 
 def core_share(items):
@@ -128,14 +125,25 @@ def shifted(words, kind, shape, shift, mask):
     return field
 
 
+def apply_factors(dst, codes, factors, parity):
+    """Every second element of dst [128, chunks, 128] from `parity` on = codes [128, chunks, 64] * their factors."""
+    length = D // 2 // GROUPS
+    nisa.tensor_tensor(
+        dst=dst.reshape_dim(2, (GROUPS, length, 2))[:, :, :, :, parity],
+        data1=codes.reshape_dim(2, (GROUPS, length)),
+        data2=factors.expand_dim(3).broadcast(3, length),
+        op=nl.multiply,
+        engine=nisa.engine.vector,
+    )
+
+
 def decode_e2m1(dst, data, factors, lanes):
     """dst [128, chunks, 128] bf16 of packed e2m1 bytes [128, chunks, 64], times 2^-E2M1_RAISE.
 
-    The arithmetic of `decode_records.decode_e2m1`, with neighbouring instructions independent of each other: blocks
-    here are so short that a dependent one would wait longer for its operand than it computes."""
+    The byte (n & 7) << 2 | (n & 8) << 4 viewed as float8_e4m3 is value / 64 for all 16 codes. Neighbouring instructions
+    are independent: blocks are so short that a dependent one would wait for its operand longer than it computes."""
     chunks = dst.shape[1]
     half = D // 2
-    length = half // GROUPS
     codes = nl.ndarray(shape=(P, 2, chunks, half), dtype=nl.uint8, buffer=nl.sbuf)
     if lanes == 32:
         kind = nl.uint32
@@ -156,13 +164,7 @@ def decode_e2m1(dst, data, factors, lanes):
         dst=codes[:, 1, :, :].view(kind), data1=high, data2=high_sign, op=nl.bitwise_or, engine=nisa.engine.vector
     )
     for parity in range(2):
-        scale_groups(
-            dst=dst.reshape_dim(2, (GROUPS, length, 2))[:, :, :, :, parity],
-            codes=codes[:, parity, :, :].view(nl.float8_e4m3).reshape_dim(2, (GROUPS, length)),
-            factors=factors,
-            groups=GROUPS,
-            length=length,
-        )
+        apply_factors(dst=dst, codes=codes[:, parity, :, :].view(nl.float8_e4m3), factors=factors, parity=parity)
 
 
 def decode_e4m3(dst, data, factors):
@@ -170,38 +172,36 @@ def decode_e4m3(dst, data, factors):
     chunks = dst.shape[1]
     words = data.view(nl.uint16)
     shape = (P, chunks, D // 2)
-    length = D // 2 // GROUPS
     for parity in range(2):
-        codes = nl.ndarray(shape=shape, dtype=nl.uint16, buffer=nl.sbuf)
         if parity == 0:
-            bit_fields(dst=codes, words=words, kind=nl.uint16, shape=shape, shift0=7, mask0=0x7F, shift1=8, mask1=0x80)
+            magnitude = shifted(words=words, kind=nl.uint16, shape=shape, shift=7, mask=0x7F)
+            sign = shifted(words=words, kind=nl.uint16, shape=shape, shift=8, mask=0x80)
         else:
-            bit_fields(
-                dst=codes, words=words, kind=nl.uint16, shape=shape, shift0=-1, mask0=0x3F80, shift1=0, mask1=0x8000
-            )
-        value = codes.view(nl.float16)
-        below = nl.ndarray(shape=shape, dtype=nl.float16, buffer=nl.sbuf)
+            magnitude = shifted(words=words, kind=nl.uint16, shape=shape, shift=-1, mask=0x3F80)
+            sign = shifted(words=words, kind=nl.uint16, shape=shape, shift=0, mask=0x8000)
+        value = magnitude.view(nl.float16)
         finite = nl.ndarray(shape=shape, dtype=nl.float16, buffer=nl.sbuf)
         nisa.scalar_tensor_tensor(
-            dst=below, data=value, op0=nl.less, operand0=E4M3_NAN_HALF, op1=nl.multiply, operand1=value
+            dst=finite, data=value, op0=nl.less, operand0=E4M3_NAN_HALF, op1=nl.multiply, operand1=value
         )
-        nisa.scalar_tensor_tensor(
-            dst=finite, data=value, op0=nl.greater, operand0=-E4M3_NAN_HALF, op1=nl.multiply, operand1=below
+        codes = nl.ndarray(shape=shape, dtype=nl.uint16, buffer=nl.sbuf)
+        nisa.tensor_tensor(
+            dst=codes, data1=finite.view(nl.uint16), data2=sign, op=nl.bitwise_or, engine=nisa.engine.vector
         )
-        scale_groups(
-            dst=dst.reshape_dim(2, (GROUPS, length, 2))[:, :, :, :, parity],
-            codes=finite.reshape_dim(2, (GROUPS, length)),
-            factors=factors,
-            groups=GROUPS,
-            length=length,
-        )
+        apply_factors(dst=dst, codes=codes.view(nl.float16), factors=factors, parity=parity)
 
 
 def tile_factors(scales, keys):
     """[128, keys, 4] fp32 in PSUM: the scale factors 2^(e - 127) of a tile; byte 255 gives 0, and so does byte 0."""
-    factors = scale_factors_ue8m0(raw=scales, chunks=keys, groups=GROUPS, raise_by=0)
-    psum = nl.ndarray(shape=(P, keys, GROUPS), dtype=nl.float32, buffer=nl.psum)
-    nisa.activation(dst=psum, op=nl.copy, data=factors)
+    shape = (P, keys, GROUPS)
+    exponent = nl.ndarray(shape=shape, dtype=nl.int32, buffer=nl.sbuf)
+    nisa.scalar_tensor_tensor(
+        dst=exponent, data=scales, op0=nl.not_equal, operand0=UE8M0_NAN, op1=nl.multiply, operand1=scales
+    )
+    bits = nl.ndarray(shape=shape, dtype=nl.int32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=bits, data=exponent, op0=nl.left_shift, operand0=UE8M0_BIAS_SHIFT, engine=nisa.engine.vector)
+    psum = nl.ndarray(shape=shape, dtype=nl.float32, buffer=nl.psum)
+    nisa.activation(dst=psum, op=nl.copy, data=bits.view(nl.float32))
     return psum
 
 
