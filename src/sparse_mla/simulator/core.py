@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
-from ..errors import KernelError, NotSimulatedError
+from ..errors import KernelError, NotSimulatedError, SparseMlaError
 from . import dtypes
 from .memory import HBM, PSUM, SBUF, Arena, Life, Pool, Storage
 from .params import SimulatorParams
@@ -74,6 +74,7 @@ class WarningRecord:
     file: str
     line: int
     count: int = 1
+    level: str = "warning"  # or "info": advice about speed
 
 
 class Operand:
@@ -225,6 +226,32 @@ class Launch:
         self.pause: Callable[[Machine], None] | None = None  # lets the other core run, set by the launcher
 
 
+class Accumulators:
+    """Reduction registers of one engine: a float32 per lane (partition), and whether anything defined is in it."""
+
+    def __init__(self, lanes: int) -> None:
+        self.values = np.full(lanes, np.nan, np.float32)
+        self.valid = np.zeros(lanes, np.bool_)
+
+    def read(self, m: Machine, lanes: slice) -> Array:
+        """A copy of some registers, all of which an earlier instruction must have started."""
+        if not self.valid[lanes].all():
+            m.fail(
+                46, f"the accumulators of partitions {lanes.start}..{lanes.stop - 1} hold nothing defined; begin with "
+                "reset_reduce",
+            )  # fmt: skip
+        return self.values[lanes].copy()
+
+    def write(self, lanes: slice, values: Array) -> Array:
+        """Set some registers; returns their values."""
+        self.values[lanes] = values
+        self.valid[lanes] = True
+        return self.values[lanes].copy()
+
+    def forget(self, lanes: slice) -> None:
+        self.valid[lanes] = False
+
+
 class Machine:
     """One physical core: its tiles, its registers, and the helpers every instruction uses."""
 
@@ -245,9 +272,8 @@ class Machine:
         self.lives: dict[str, list[Life]] = {SBUF: [], PSUM: []}
         self.tiles: weakref.WeakSet[Storage] = weakref.WeakSet()  # on-chip tiles that still exist
         self.loop_start = -1  # first instruction of the current run-time loop iteration
-        self.scalar_registers: Array | None = None  # accumulators of the Scalar engine, float32 per partition
-        self.vector_registers: Array | None = None
-        self.vector_registers_valid = False
+        self.scalar_registers = Accumulators(self.target.pmax)
+        self.vector_registers = Accumulators(self.target.pmax)
         self.unnamed_shared = 0
         self.barriers: dict[tuple[int, ...], int] = {}
         self.rng_state: Any = None
@@ -266,22 +292,33 @@ class Machine:
         error.check = check  # type: ignore[attr-defined]
         raise error
 
-    def warn(self, check: int, message: str, *, quiet: bool = False) -> None:
+    def fail_unexpected(self, cause: Exception) -> NoReturn:
+        """Refuse arguments that made the simulator itself stumble, with the Python error as the reason."""
+        try:
+            self.fail(0, f"cannot run with these arguments: {type(cause).__name__}: {cause}")
+        except KernelError as error:
+            raise error from cause
+
+    def warn(self, check: int, message: str, *, quiet: bool = False, level: str = "warning") -> None:
         """Keep a warning; the same text at the same line is kept once, with a count."""
         file, line = self.where()
-        key = (check, self.opcode, file, line)
+        key = (check if level == "warning" else -check, self.opcode, file, line)
         known = self.launch.warnings.get(key)
         if known is not None:
             known.count += 1
             return
         text = f"{self.opcode or 'kernel'}: {message} ({self.target.name}) - {short_path(file)}:{line}"
-        self.launch.warnings[key] = WarningRecord(check, text, file, line)
+        self.launch.warnings[key] = WarningRecord(check, text, file, line, level=level)
         if self.params.show_warnings and not quiet:
             warnings.warn(SimulatorWarning(text), stacklevel=1)
 
     def note(self, check: int, message: str) -> None:
         """A warning about speed or denormals: kept in the result, not shown through `warnings`."""
         self.warn(check, message, quiet=True)
+
+    def info(self, check: int, message: str) -> None:
+        """Advice: kept in the result with level "info", never shown through `warnings`."""
+        self.warn(check, message, quiet=True, level="info")
 
     def fail_or_warn(self, check: int, message: str, *, fatal: bool) -> None:
         if fatal:
@@ -295,6 +332,10 @@ class Machine:
         if type(value) is not _tensor_type():
             self.fail(23, f"{role} must be a tensor, got {describe(value)}")
         t: NkiTensor = value
+        if t.vector_index is not None:
+            self.fail(check, f"{role} {t.brief()} is indexed by a vector; only DMA gathers and scatters rows")
+        if t.scalar_index is not None:
+            t = self.dynamic(role, t)
         if not self.checks:
             return t
         if t.memory not in memories:
@@ -302,8 +343,6 @@ class Machine:
         if rule and not t.legal:
             if t.memory != HBM:
                 self.partition_rule(role, t)
-            if t.indirect_index is not None and t.memory != HBM and not self.target.gen >= 4:
-                self.fail(48, f"{role}: .indirect() views need trn3")
             t.legal = True
         if t.ndim > self.target.max_free_dims + 1:
             self.fail(22, f"{role} {t.brief()} has {t.ndim - 1} free dims, at most {self.target.max_free_dims}")
@@ -393,6 +432,8 @@ class Machine:
         """The operand as float32, as an engine reads it."""
         array = self.read(role, t)
         dtype = t.dtype
+        if dtype.is_packed:
+            self.fail(48, f"{role} {t.brief()}: arithmetic on packed types is not possible")
         values = dtypes.to_f32(array, dtype)
         if self.checks:
             if dtype.is_int:
@@ -457,6 +498,12 @@ class Machine:
                 return
             if has_subnormal(values):
                 self.note(54, f"dst {t.brief()} receives subnormal values; an engine may flush them to zero")
+        elif self.checks and dtype.is_int and dtype.itemsize == 4 and values.dtype == np.float32 and values.size:
+            top = max(-float(values.min()), float(values.max()))
+            if top >= self.target.exact_int_limit:
+                self.warn(
+                    27, f"dst {t.brief()} receives {top:.0f} from float32 arithmetic: integers from 2^24 on lose bits"
+                )
         dtypes.cast_into(out, values, dtype)
         self.wrote(t)
 
@@ -480,6 +527,8 @@ class Machine:
         if not st.all_init:
             bits = st.bits(t.shape, t.byte_strides, t.byte_offset, t.dtype.itemsize)
             bits |= chosen if bits.ndim == chosen.ndim else chosen[..., None]
+        if st.overlaps:
+            self.overwrite(t)
         if st.accumulation is not None:
             st.accumulation.foreign_write(t)
 
@@ -500,7 +549,7 @@ class Machine:
         else:
             value = index.value()
         made = t.moved(value)
-        if bounds and not made.in_storage():
+        if bounds and not t.reaches(value, made):
             self.fail(33, f"{role}: the run-time index {value} moves {t.brief()} outside its tensor {t.storage.shape}")
         return made
 
@@ -651,7 +700,11 @@ def instruction(fn: F) -> F:
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:
                 hints = [f"; {text}" for word, text in _REMOVED.items() if f"'{word}'" in str(error)]
                 machine.fail(0, str(error).replace(f"{opcode}() ", "") + "".join(hints))
+            machine.fail_unexpected(error)
+        except (SparseMlaError, MemoryError):
             raise
+        except Exception as error:  # an argument of a kind no check foresaw still names the kernel line
+            machine.fail_unexpected(error)
         finally:
             machine.opcode, machine.frame, machine.name = before
 

@@ -23,6 +23,18 @@ from .vector_engine import pick_operator
 __all__ = ["dma_compute", "dma_copy", "dma_transpose"]
 
 
+def subnormal_data(m: Machine, t: NkiTensor, values: Array) -> None:
+    """Data that enters SBUF is looked at once here, so that engines need not look at every read."""
+    if not m.checks or t.memory != SBUF or t.dtype not in (dtypes.float32, dtypes.bfloat16):
+        return
+    bits = np.ascontiguousarray(values).view(f"u{t.dtype.itemsize}")
+    mantissa = 23 if t.dtype.itemsize == 4 else 7
+    magnitude = bits << bits.dtype.type(1)  # drops the sign
+    magnitude -= bits.dtype.type(1)  # zero wraps to the top
+    if values.size and int(magnitude.min()) < (1 << mantissa + 1) - 1:
+        m.note(54, f"dst {t.brief()} receives subnormal values; an engine that reads them may flush them to zero")
+
+
 def dma_operand(m: Machine, role: str, value: Any) -> NkiTensor:
     """An HBM or SBUF operand; PSUM is out of a DMA's reach."""
     if type(value) is not NkiTensor:
@@ -140,18 +152,27 @@ def convert(m: Machine, values: Array, src: dtypes.DType, dst: dtypes.DType) -> 
         return values
     if src.is_packed or dst.is_packed:
         m.fail(31, f"DMA cannot cast {src} to {dst}")
+    exact_int(m, f"a DMA cast of {src}", values, src)
     out = np.empty(values.shape, dst.np)
-    dtypes.cast_into(out, dtypes.to_f32(values, src), dst)
-    if m.checks and src.is_int and src.itemsize == 4 and values.size:
+    wide = dtypes.to_f32(values, src)
+    dtypes.cast_into(out, wide, dst)
+    narrow = m.checks and dst.is_float and dst.itemsize == 1
+    if narrow and not np.isfinite(dtypes.to_f32(out, dst))[np.isfinite(wide)].all():
+        m.warn(29, f"a DMA cast overflows {dst}; clamp first (saturate or inf is not documented)")
+    return out
+
+
+def exact_int(m: Machine, what: str, values: Array, dtype: dtypes.DType) -> None:
+    """Warn when 32-bit integers pass through float32 and lose bits."""
+    if m.checks and dtype.is_int and dtype.itemsize == 4 and values.size:
         top = max(-int(values.min()), int(values.max()))
         if top >= m.target.exact_int_limit:
-            m.warn(27, f"a DMA cast of {src} holds {top}: integers from 2^24 on lose bits in float32")
-    return out
+            m.warn(27, f"{what} holds {top}: integers from 2^24 on lose bits in float32")
 
 
 def inside(m: Machine, role: str, original: NkiTensor, t: NkiTensor, mode: Any) -> bool:
     """False when a scalar-indexed DMA has to be skipped; raises when the address is outside and skipping is off."""
-    if t is original or t.in_storage():
+    if t is original or original.reaches((t.byte_offset - original.byte_offset) // (original.scalar_step or 1), t):
         return True
     if mode is Oob.skip:
         return False
@@ -173,6 +194,8 @@ def descriptor_warnings(m: Machine, dst: NkiTensor, src: NkiTensor, count: int, 
     element = max(dst.dtype.itemsize, src.dtype.itemsize)
     if size == element and count > m.target.pmax:
         m.note(52, f"the pattern needs one descriptor per element: {count} descriptors of {size} B")
+    elif m.target.dma_small_bytes <= size < m.target.dma_good_bytes:
+        m.info(52, f"descriptors of {size} B; {m.target.dma_good_bytes} B and more use the whole bandwidth")
     elif size < m.target.dma_small_bytes:
         m.note(
             52,
@@ -206,6 +229,8 @@ def dge(
 ) -> tuple[str, str]:
     """(descriptor mode, issuing engine) of a copy, checked."""
     mode = by_number(m, mode)
+    if engine is not None and not isinstance(engine, Engine):
+        m.fail(34, f"engine must be one of nki.isa.engine, got {describe(engine)}")
     if not isinstance(mode, Dge):
         m.fail(34, f"dge_mode must be one of nki.isa.dge_mode, got {describe(mode)}")
     if engine is None:
@@ -239,6 +264,11 @@ def priority_rule(m: Machine, priority: Any) -> None:
         m.fail(37, f"priority must be 0..3, got {priority!r}")
 
 
+def oob_rule(m: Machine, mode: Any) -> None:
+    if not isinstance(mode, Oob):
+        m.fail(33, f"oob_mode must be one of nki.isa.oob_mode, got {describe(mode)}")
+
+
 def hbm_traffic(dst: NkiTensor, src: NkiTensor) -> dict[str, int]:
     return {
         "hbm_read": src.size * src.dtype.itemsize if src.memory == HBM else 0,
@@ -257,6 +287,7 @@ def dma_copy(
     dst0, src0 = dma_operand(m, "dst", dst), dma_operand(m, "src", src)
     dst, src = m.dynamic("dst", dst0, bounds=False), m.dynamic("src", src0, bounds=False)
     priority_rule(m, priority)
+    oob_rule(m, oob_mode)
     indirect = dst.vector_index is not None or src.vector_index is not None
     if dst.vector_index is not None and src.vector_index is not None:
         m.fail(32, "one side of a DMA may be indexed by a vector, not both")
@@ -275,6 +306,7 @@ def dma_copy(
     if moved:
         values, valid = fetch(m, "src", src, oob_mode)
         values = convert(m, values, src.dtype, dst.dtype)
+        subnormal_data(m, dst, values)
         deliver(m, dst, values, valid, oob_mode)
     nbytes, count, size = descriptor_facts(dst, src)
     if m.checks:
@@ -303,6 +335,9 @@ def dma_transpose(
     dst0, src0 = dma_operand(m, "dst", dst), dma_operand(m, "src", src)
     dst, src = m.dynamic("dst", dst0, bounds=False), m.dynamic("src", src0, bounds=False)
     priority_rule(m, priority)
+    oob_rule(m, oob_mode)
+    if dst.memory != SBUF or dst.vector_index is not None:
+        m.fail(35, f"dst {dst.brief()} must be a plain SBUF tile")
     order = _AXES.get(src.ndim)
     if order is None:
         m.fail(35, f"src {src.brief()} must have 2, 3 or 4 dims")
@@ -403,10 +438,11 @@ def dma_compute(
     m = current()
     dst = dma_operand(m, "dst", dst)
     sources = [dma_operand(m, f"srcs[{i}]", s) for i, s in enumerate(srcs)]
+    oob_rule(m, oob_mode)
     if pick_operator(m, "reduce_op", reduce_op).name != "add":
         m.fail(31, f"reduce_op must be nl.add, got {reduce_op!r}")
-    if scales is not None and any(float(s) != 1.0 for s in scales):
-        m.fail(31, f"scales must all be 1.0, got {list(scales)}")
+    if scales is not None and (len(scales) != len(sources) or any(float(s) != 1.0 for s in scales)):
+        m.fail(31, f"scales must be {len(sources)} times 1.0, got {list(scales)}")
     limit = m.target.dma_compute_max_sources
     if not 1 <= len(sources) <= limit:
         m.fail(31, f"srcs must hold 1 to {limit} tensors, got {len(sources)}")
@@ -430,6 +466,9 @@ def dma_compute(
         values, valid = fetch(m, f"srcs[{i}]", t, oob_mode)
         if valid is not None:
             mask = valid if mask is None else mask & valid
+        if t.dtype.is_packed:
+            m.fail(31, f"srcs[{i}] {t.brief()}: packed types cannot be summed")
+        exact_int(m, f"srcs[{i}] {t.brief()}", values, t.dtype)
         values = dtypes.to_f32(values, t.dtype).reshape(dst.shape)
         total = values if i == 0 else total + values
     out = np.empty(dst.shape, dst.dtype.np)

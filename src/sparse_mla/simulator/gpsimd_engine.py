@@ -13,7 +13,7 @@ from .constants import engine as Engine
 from .core import GPSIMD, SBUF, VECTOR, Array, Machine, current, describe, instruction
 from .operators import BY_NAME, reduce_free
 from .tensor import NkiTensor
-from .vector_engine import alu, on_chip, pick_engine, pick_operator
+from .vector_engine import constant, immediate, on_chip, pick_engine, pick_operator, scalar_operand
 
 __all__ = [
     "affine_select", "iota", "local_gather", "nc_n_gather", "nonzero_with_count", "rand2", "rand_get_state",
@@ -23,20 +23,23 @@ __all__ = [
 
 def _affine(m: Machine, dst: NkiTensor, pattern: Any, offset: int, channel_multiplier: int) -> Array:
     """offset + p * channel_multiplier + sum(step * index), int32, shape (P, elements)."""
-    if not isinstance(pattern, Sequence) or not all(len(pair) == 2 for pair in pattern):
+    if not isinstance(pattern, Sequence) or not all(isinstance(p, Sequence) and len(p) == 2 for p in pattern):
         m.fail(22, f"pattern must be [[step, num], ..], got {describe(pattern)}")
     if len(pattern) > m.target.max_free_dims:
         m.fail(22, f"pattern has {len(pattern)} dims, at most {m.target.max_free_dims}")
     count = 1
     for _, n in pattern:
         count *= int(n)
-    if count != dst.free_size:
+    if any(int(n) < 1 for _, n in pattern) or count != dst.free_size:
         m.fail(23, f"pattern makes {count} elements, dst {dst.brief()} has {dst.free_size} per partition")
     line = np.zeros(1, np.int64)
     for step, n in pattern:
         line = (line[:, None] + np.arange(int(n), dtype=np.int64) * int(step)).reshape(-1)
     rows = int(offset) + np.arange(dst.shape[0], dtype=np.int64) * int(channel_multiplier)
-    return (rows[:, None] + line[None]).astype(np.int32)
+    values = rows[:, None] + line[None]
+    if m.checks and (int(values.min()) < INT32.min or int(values.max()) > INT32.max):
+        m.warn(27, f"the pattern reaches {int(values.min())}..{int(values.max())}, beyond 32-bit integers; it wraps")
+    return values.astype(np.int32)
 
 
 @instruction
@@ -45,10 +48,13 @@ def iota(dst: Any, pattern: Any, offset: int = 0, channel_multiplier: int = 0, n
     m = current()
     dst = on_chip(m, "dst", dst, GPSIMD)
     values = _affine(m, dst, pattern, offset, channel_multiplier)
+    if m.checks and dst.dtype.is_float and max(-int(values.min()), int(values.max())) >= m.target.exact_int_limit:
+        m.warn(27, f"dst {dst.brief()}: integers from 2^24 on lose bits in float32")
     m.write(dst, values.astype(np.float32) if dst.dtype.is_float else values)
     m.emit(GPSIMD, (dst,), ())
 
 
+INT32 = np.iinfo(np.int32)
 _COMPARES = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
 
 
@@ -71,9 +77,10 @@ def affine_select(
     keep = compare.function(_affine(m, dst, pattern, offset, channel_multiplier), 0) != 0
     if tile.dtype is dst.dtype:
         values = m.read("on_true_tile", tile).reshape(keep.shape)
-        other = np.asarray(np.float32(on_false_value)).astype(dst.dtype.np)
+        other = np.empty(1, dst.dtype.np)
+        constant(m, dst, immediate(m, "on_false_value", on_false_value), other)
         out = dst.array()
-        out[...] = np.where(keep, values, other).reshape(out.shape)
+        out[...] = np.where(keep, values, other[0]).reshape(out.shape)
         m.wrote(dst)
     else:
         m.write(dst, np.where(keep, m.f32("on_true_tile", tile).reshape(keep.shape), np.float32(on_false_value)))
@@ -312,8 +319,6 @@ def rng(dst: Any, engine: Any = Engine.vector, name: Any = None) -> None:
 @instruction
 def rand2(dst: Any, min: Any, max: Any, name: Any = None) -> None:
     """dst = uniform random numbers in [min, max)."""
-    from .vector_engine import scalar_operand
-
     m = current()
     dst = on_chip(m, "dst", dst)
     low, a = scalar_operand(m, "min", min, dst)
@@ -356,5 +361,3 @@ def rand_get_state(dst: Any, engine: Any = Engine.gpsimd, name: Any = None) -> N
     m.wrote(dst)
     m.emit(where, (dst,), ())
 
-
-_ = alu

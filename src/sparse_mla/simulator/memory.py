@@ -8,9 +8,8 @@ at
 one place really share bytes. What was written is tracked in units of the declared element (finer when a narrower view
 writes); the bitmap disappears once everything is written, so full tiles cost nothing.
 
-Capacity is judged after the run, from each tile's first write to its last use: the compiler may place tiles anywhere
-and
-reuse dead ones, so only bytes alive at the same instruction compete.
+Capacity is judged after the run, from each tile's first write to its last use: the compiler may place tiles at any byte
+and reuse dead ones, so only bytes alive at the same instruction compete.
 """
 
 from __future__ import annotations
@@ -74,6 +73,7 @@ class Life:
     shape: tuple[int, ...]
     dtype: str
     source: tuple[str, int]
+    end: int = 0  # byte behind the tile in each partition when it was placed by address, 0 otherwise
 
 
 class Arena:
@@ -179,7 +179,10 @@ class Storage:
     def retire(self) -> None:
         """Hand the life span to the capacity check; called once, when the tile dies or the run ends."""
         if self.lives is not None and self.first >= 0:
-            self.lives.append(Life(self.first, self.last, self.row_bytes, self.shape, str(self.dtype), self.source))
+            end = 0 if self.address is None else self.address[1] + self.row_bytes
+            self.lives.append(
+                Life(self.first, self.last, self.row_bytes, self.shape, str(self.dtype), self.source, end)
+            )
         self.lives = None
 
     # -- initialised memory -------------------------------------------------------------------------------------
@@ -265,9 +268,15 @@ class Peak:
 
 
 def _sweep(lives: list[Life], weight: Any) -> tuple[int, int]:
-    """(highest sum of weights of lives that overlap, instruction where it is reached)."""
+    """(highest sum of weights of lives that overlap, instruction where it is reached).
+
+    A tile counts in full however few partitions it has: tiles without an address start at partition 0, so they compete
+    there. Tiles with an address may share bytes or sit side by side; together they never count more than the highest
+    byte any of them reaches.
+    """
     if not lives:
         return 0, 0
+    placed = np.fromiter((life.end for life in lives), np.int64, len(lives))
     first = np.fromiter((life.first for life in lives), np.int64, len(lives))
     last = np.fromiter((life.last for life in lives), np.int64, len(lives))
     size = np.fromiter((weight(life) for life in lives), np.int64, len(lives))
@@ -275,7 +284,9 @@ def _sweep(lives: list[Life], weight: Any) -> tuple[int, int]:
     when = np.concatenate([first * 2, last * 2 + 1])
     change = np.concatenate([size, -size])
     order = np.argsort(when, kind="stable")
-    level = np.cumsum(change[order])
+    fixed = np.concatenate([placed, placed])[order] > 0
+    level = np.cumsum(np.where(fixed, 0, change[order]))
+    level += np.minimum(np.cumsum(np.where(fixed, change[order], 0)), int(placed.max()))
     top = int(np.argmax(level))
     return int(level[top]), int(when[order][top] // 2)
 

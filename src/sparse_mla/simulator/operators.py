@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import NotSimulatedError
+
 __all__ = ["ACTIVATIONS", "BY_NAME", "OPERATORS", "RANGES", "Operator", "find"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -97,7 +99,7 @@ _SQRT_2_PI = math.sqrt(2 / math.pi)
 
 
 def _gelu(x: Array) -> Array:
-    return np.asarray(0.5 * x * (1 + _erf(x / math.sqrt(2))), np.float32)
+    return np.where(np.isneginf(x), np.float32(0), 0.5 * x * (1 + _erf(x / math.sqrt(2)))).astype(np.float32)
 
 
 def _gelu_dx(x: Array) -> Array:
@@ -120,7 +122,7 @@ def _gelu_sigmoid_dx(x: Array) -> Array:
 
 
 def _silu(x: Array) -> Array:
-    return np.asarray(x * _sigmoid(x), np.float32)
+    return np.where(np.isneginf(x), np.float32(0), x * _sigmoid(x)).astype(np.float32)  # 0 * -inf is not meant
 
 
 def _silu_dx(x: Array) -> Array:
@@ -129,7 +131,7 @@ def _silu_dx(x: Array) -> Array:
 
 
 def _mish(x: Array) -> Array:
-    return np.asarray(x * np.tanh(_softplus(x)), np.float32)
+    return np.where(np.isneginf(x), np.float32(0), x * np.tanh(_softplus(x))).astype(np.float32)
 
 
 def _erf_dx(x: Array) -> Array:
@@ -199,6 +201,10 @@ def _fmod(x: Array, y: Array) -> Array:
     return np.fmod(x, y)
 
 
+def _no_prelu(x: Array) -> Array:
+    raise NotSimulatedError("nl.prelu: not simulated: its slope operand is not documented")
+
+
 _TABLE = [
     Operator("add", np.add, reduce=np.add),
     Operator("subtract", np.subtract, reduce=np.subtract),
@@ -258,7 +264,7 @@ _TABLE = [
     Operator("ceil", np.ceil, arity=1, alu=False),
     Operator("floor", np.floor, arity=1, alu=False),
     Operator("trunc", np.trunc, arity=1, alu=False),
-    Operator("prelu", lambda x: x, arity=1, alu=False, activation=True),
+    Operator("prelu", _no_prelu, arity=1, alu=False, activation=True),
     Operator("bypass", lambda x: x, arity=1, alu=False),
     Operator("average", np.add, alu=False, reduce="average"),
 ]

@@ -13,7 +13,7 @@ import numpy as np
 
 from . import dtypes
 from .constants import reduce_cmd as Command
-from .core import SCALAR, Array, Machine, current, describe, instruction
+from .core import SCALAR, Array, Machine, current, describe, instruction, not_simulated
 from .operators import RANGES, Operator
 from .tensor import NkiTensor
 from .vector_engine import immediate, on_chip, pick_operator, scalar_operand
@@ -45,6 +45,8 @@ def _activate(
     m: Machine, dst: Any, op: Any, data: Any, bias: Any, scale: Any, reduce_op: Any, reduce_res: Any, command: Any
 ) -> None:
     op = pick_operator(m, "op", op)
+    if op.name == "prelu":
+        not_simulated("nisa.activation(op=nl.prelu)", "its slope operand is not documented")
     if not op.activation:
         m.fail(29, f"op: nl.{op.name} is no activation function")
     if not isinstance(command, Command) or command is Command.load_reduce:
@@ -85,19 +87,17 @@ def _activate(
     if result.dtype != np.float32:
         result = result.astype(np.float32)
     p = data.shape[0]
+    registers, lanes = m.scalar_registers, data.lanes
     if command in (Command.reset, Command.reset_reduce):
-        m.scalar_registers = np.zeros(m.target.pmax, np.float32)
+        registers.write(lanes, np.zeros(p, np.float32))
     if command in (Command.reduce, Command.reset_reduce):
-        if m.scalar_registers is None:
-            m.fail(46, "reduce_cmd.reduce continues a sum nobody started; begin with reset_reduce")
-        m.scalar_registers[:p] += result.reshape(p, -1).sum(axis=1, dtype=np.float32)
+        part = result.reshape(p, -1).sum(axis=1, dtype=np.float32)
+        registers.write(lanes, registers.read(m, lanes) + part)
     m.write(dst, result)
     writes = [dst]
     if reduce_res is not None:
-        if m.scalar_registers is None:
-            m.fail(46, "reduce_res reads the sum registers before any reset_reduce")
         column = m.column("reduce_res", reduce_res, data, fp32=False)
-        m.write(column, m.scalar_registers[:p].reshape(p, 1))
+        m.write(column, registers.read(m, lanes).reshape(p, 1))
         writes.append(column)
     m.emit(SCALAR, tuple(writes), tuple(reads), op=op.name, reads_register=reduce_res is not None)
 

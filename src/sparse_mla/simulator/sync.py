@@ -31,12 +31,19 @@ def _one_element(m: Machine, role: str, value: Any) -> NkiTensor:
     return m.dynamic(role, value)
 
 
+def _fits(m: Machine, role: str, value: int) -> int:
+    """A value a 32-bit register can hold, signed or unsigned."""
+    if not INT32_MIN <= value < 1 << 32:
+        m.fail(24, f"{role} {value} does not fit a 32-bit register")
+    return value
+
+
 @instruction
 def register_alloc(x: int | None = None) -> VirtualRegister:
     """A new register, loaded with x when given (an int, or a one-element tensor in older kernels)."""
     m = current()
     if x is None or isinstance(x, (int, np.integer)):
-        return VirtualRegister(None if x is None else int(x))
+        return VirtualRegister(None if x is None else _fits(m, "x", int(x)))
     made = VirtualRegister()
     _load(m, made, x)
     return made
@@ -50,10 +57,12 @@ def register_move(dst: Any, src: Any = None, imm: Any = None) -> None:
         m.warn(0, "register_move(imm=) is now src=")
         src = imm
     register = _register(m, "dst", dst)
+    if register.frozen:
+        m.fail(24, "dst is a loop index, which only the loop changes")
     if isinstance(src, VirtualRegister):
         register.state = src.value()
     elif isinstance(src, (int, np.integer)):
-        register.state = int(src)
+        register.state = _fits(m, "src", int(src))
     else:
         m.fail(24, f"src must be an int or a register, got {describe(src)}")
     m.emit(SYNC, (), ())
@@ -77,7 +86,10 @@ def _load(m: Machine, register: VirtualRegister, src: Any) -> None:
 def register_load(dst: Any, src: Any) -> None:
     """dst = the one element of src."""
     m = current()
-    _load(m, _register(m, "dst", dst), src)
+    register = _register(m, "dst", dst)
+    if register.frozen:
+        m.fail(24, "dst is a loop index, which only the loop changes")
+    _load(m, register, src)
 
 
 @instruction

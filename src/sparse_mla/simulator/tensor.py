@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import KernelError
 from . import dtypes
-from .core import Operand, running, short_path, source_line
+from .core import Operand, not_simulated, running, short_path, source_line
 from .core import kernel_frame as _kernel_frame
 from .dtypes import DType
 from .memory import HBM, PSUM, SBUF, Storage
@@ -99,7 +99,16 @@ class VirtualRegister(NKIObject):
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __mod__ = _no_arithmetic
+    __rfloordiv__ = __rmod__ = __truediv__ = __lshift__ = __rshift__ = __and__ = __or__ = __neg__ = _no_arithmetic
     __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __int__ = __index__ = _no_arithmetic
+
+    def __eq__(self, other: object) -> bool:
+        if other is None or isinstance(other, VirtualRegister):
+            return self is other
+        self._no_arithmetic()
+
+    def __hash__(self) -> int:
+        return id(self)
 
 
 class DynamicSlice(NKIObject):
@@ -119,9 +128,8 @@ class NkiTensor(NKIObject):
     """A tensor or a view of one. See the module docstring for how it addresses storage."""
 
     __slots__ = (
-        "_array", "_operand", "base_rows", "byte_offset", "byte_strides", "dtype", "indirect_count",
-        "indirect_index", "legal", "memory", "row_step", "scalar_index", "scalar_step", "shape", "storage",
-        "vector_index",
+        "_array", "_operand", "base_rows", "byte_offset", "byte_strides", "dtype", "legal", "memory", "row_step",
+        "scalar_index", "scalar_limit", "scalar_step", "shape", "storage", "vector_index",
     )  # fmt: skip
 
     shape: tuple[int, ...]
@@ -150,8 +158,7 @@ class NkiTensor(NKIObject):
         self.vector_index: NkiTensor | None = None
         self.row_step = 0
         self.base_rows = 0
-        self.indirect_index: NkiTensor | None = None
-        self.indirect_count = 0
+        self.scalar_limit = -1  # largest index that stays inside the dim, -1 when only the storage bounds it
         self.legal = False
         self._array: Array | None = None
         self._operand: Operand | None = None
@@ -171,8 +178,7 @@ class NkiTensor(NKIObject):
         made.vector_index = self.vector_index
         made.row_step = self.row_step
         made.base_rows = self.base_rows
-        made.indirect_index = None
-        made.indirect_count = 0
+        made.scalar_limit = self.scalar_limit
         made.legal = False
         made._array = None
         made._operand = None
@@ -225,6 +231,11 @@ class NkiTensor(NKIObject):
         return start + st.address[0] if st.address is not None else start
 
     @property
+    def lanes(self) -> slice:
+        """Partitions as a slice: the registers an engine uses for this tile."""
+        return slice(self.p0, self.p0 + self.shape[0])
+
+    @property
     def partition_step(self) -> int:
         return self.byte_strides[0] // self.storage.row_bytes if self.memory != HBM else 1
 
@@ -273,7 +284,7 @@ class NkiTensor(NKIObject):
         return [[s, n] for s, n in zip(self.strides, self.shape, strict=True)]
 
     def is_indirect(self) -> bool:
-        return self.scalar_index is not None or self.vector_index is not None or self.indirect_index is not None
+        return self.scalar_index is not None or self.vector_index is not None
 
     def array(self) -> Array:
         """The elements as a NumPy view of storage."""
@@ -354,7 +365,7 @@ class NkiTensor(NKIObject):
         new_shape: list[int] = []
         new_strides: list[int] = []
         offset = self.byte_offset
-        dynamic: tuple[Any, int] | None = None
+        dynamic: tuple[Any, int, int] | None = None  # index, byte step, largest legal value
         for i in range(given):
             k = keys[i]
             n = shape[i]
@@ -389,7 +400,9 @@ class NkiTensor(NKIObject):
                 if isinstance(k.start, (VirtualRegister, NkiTensor)):
                     if dynamic is not None or self.is_indirect():
                         refuse(32, "one dynamic dim per view")
-                    dynamic = (k.start, s)
+                    if not 1 <= size <= n:
+                        refuse(23, f"ds({k.start}, {size}) of dim {i} reaches outside {self.brief()}")
+                    dynamic = (k.start, s, n - size)
                 else:
                     start = int(k.start)
                     if start < 0 or size < (0 if _compat() else 1) or start + size > n:
@@ -402,7 +415,7 @@ class NkiTensor(NKIObject):
             elif isinstance(k, (VirtualRegister, NkiTensor)):
                 if dynamic is not None or self.is_indirect():
                     refuse(32, "one dynamic dim per view")
-                dynamic = (k, s)
+                dynamic = (k, s, n - 1)
                 if on_chip and i == 0:
                     new_shape.append(1)
                     new_strides.append(s)
@@ -432,7 +445,7 @@ class NkiTensor(NKIObject):
             new_shape, new_strides = [1], [size]
         made = self._view(tuple(new_shape), tuple(new_strides), offset)
         if dynamic is not None:
-            made.scalar_index, made.scalar_step = dynamic
+            made.scalar_index, made.scalar_step, made.scalar_limit = dynamic
         return made
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
@@ -447,6 +460,14 @@ class NkiTensor(NKIObject):
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _no_operator
     __neg__ = __matmul__ = __and__ = __or__ = __xor__ = __lt__ = __le__ = __gt__ = __ge__ = _no_operator
     __iter__ = None
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, (int, float)) and not _compat():
+            self._no_operator()
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
 
     # -- views ---------------------------------------------------------------------------------------------------
 
@@ -492,6 +513,7 @@ class NkiTensor(NKIObject):
                 refuse(32, "one dynamic dim per view")
             made = self._view(shape, strides, self.byte_offset)
             made.scalar_index, made.scalar_step = index, self.byte_strides[dim]
+            made.scalar_limit = self.shape[dim] - 1
             return made
         if not 0 <= index < self.shape[dim]:
             refuse(23, f"select(dim={dim}, {index}) is out of range for {self.brief()}")
@@ -617,6 +639,7 @@ class NkiTensor(NKIObject):
         """The same bytes as another element type; the last dim scales."""
         new = dtypes.from_any(dtype)
         old_size, new_size = self.dtype.itemsize, new.itemsize
+        _available(new)
         if old_size == new_size:
             return self._view(self.shape, self.byte_strides, self.byte_offset, new)
         if self.is_indirect():
@@ -652,10 +675,7 @@ class NkiTensor(NKIObject):
         machine = running()
         if machine is not None and machine.target.gen < 4:
             refuse(48, ".indirect() views exist from trn3 on")
-        count = index.size if num_elem is None else num_elem
-        made = self._view((self.shape[0], count), (self.byte_strides[0], self.dtype.itemsize), self.byte_offset)
-        made.indirect_index, made.indirect_count = index, count
-        return made
+        not_simulated("NkiTensor.indirect", "gathers inside compute instructions exist on trn3 only")
 
     def ap(
         self,
@@ -669,6 +689,8 @@ class NkiTensor(NKIObject):
         """An explicit [[stride, count], ..] pattern over the storage, from this view's base offset."""
         st = self.storage
         new = self.dtype if dtype is None else dtypes.from_any(dtype)
+        if dtype is not None:
+            _available(new)
         size = new.itemsize
         if not pattern:
             refuse(23, "ap: the pattern is empty")
@@ -701,6 +723,8 @@ class NkiTensor(NKIObject):
             _check_vector(self, vector_offset, indirect_dim, shape[0])
             made.vector_index = vector_offset
             made.row_step = self.byte_strides[indirect_dim] if self.ndim > 1 else self.dtype.itemsize
+            if made.row_step == 0:
+                refuse(32, f"ap: vector_offset cannot index the stride-0 dim of {self.brief()}")
             made.base_rows = self.shape[0]
             made.byte_strides = (made.row_step, *strides[1:])
             made._bounds(1)
@@ -709,6 +733,7 @@ class NkiTensor(NKIObject):
             if not 0 <= indirect_dim < self.ndim:
                 refuse(32, f"ap: indirect_dim {indirect_dim} is out of range for {self.brief()}")
             made.scalar_index, made.scalar_step = scalar_offset, self.byte_strides[indirect_dim]
+            made.scalar_limit = -1
         made._bounds(0)
         return made
 
@@ -718,6 +743,17 @@ class NkiTensor(NKIObject):
         made.scalar_index = None
         made.scalar_step = 0
         return made
+
+    def reaches(self, index: int, made: NkiTensor) -> bool:
+        """True when the run-time index keeps `made`, the plain view it selects, where it belongs: inside the dim it
+        indexes, or for `.ap` inside the storage; an on-chip free index never walks into the next partition."""
+        if self.scalar_limit >= 0 and not 0 <= index <= self.scalar_limit:
+            return False
+        if self.memory != HBM:
+            row_bytes = self.storage.row_bytes
+            if self.scalar_step % row_bytes and made.byte_offset // row_bytes != self.byte_offset // row_bytes:
+                return False
+        return made.in_storage()
 
     def in_storage(self) -> bool:
         """True when every address of the (plain) view lies inside its storage."""
@@ -761,6 +797,15 @@ class NkiTensor(NKIObject):
                 f"ap: the pattern reaches partition {rows - 1} of {st.partitions} and element {last // size - 1} of "
                 f"{st.row_bytes // size} of the storage {st.shape} {st.dtype}",
             )
+
+
+def _available(dtype: DType) -> None:
+    """Refuse to reinterpret bytes as a type the target does not have."""
+    machine = running()
+    if machine is None or not machine.checks or machine.compat or machine.target.gen >= 4:
+        return
+    if dtype in dtypes.GEN4_ONLY:
+        refuse(48, f"dtype {dtype} needs trn3; {machine.target.name} reads float8_e4m3")
 
 
 def _check_vector(base: NkiTensor, index: Any, indirect_dim: int, count: int) -> None:

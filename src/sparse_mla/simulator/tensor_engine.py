@@ -153,18 +153,16 @@ def nc_matmul(
     """dst[M, N] = stationary[K, M].T @ moving[K, N], or added to what earlier matmuls left there."""
     m = current()
     target = m.target
-    if isinstance(perf_mode, str):
+    if isinstance(perf_mode, str) and perf_mode in PerfMode.__members__:
         m.warn(0, f"perf_mode={perf_mode!r} is now nisa.matmul_perf_mode.{perf_mode}")
-        perf_mode = PerfMode(perf_mode)
+        perf_mode = PerfMode[perf_mode]
+    if not isinstance(perf_mode, PerfMode):
+        m.fail(11, f"perf_mode must be one of nisa.matmul_perf_mode, got {describe(perf_mode)}")
     double_row = perf_mode is PerfMode.double_row
     # Memory types
     stationary = m.tile("stationary", stationary, (SBUF,), 6)
     moving = m.tile("moving", moving, (SBUF,), 6)
     dst = m.tile("dst", dst, (PSUM,), 6)
-    if stationary.scalar_index is not None:
-        stationary = m.dynamic("stationary", stationary)
-    if moving.scalar_index is not None:
-        moving = m.dynamic("moving", moving)
     # Data types
     k, columns, n = stationary.shape[0], stationary.free_size, moving.free_size
     if m.checks:
@@ -211,6 +209,12 @@ def nc_matmul(
         transpose_by_identity(m, dst, stationary, moving)
     else:
         s, x = m.f32("stationary", stationary), m.f32("moving", moving)
+        if m.checks:
+            for role, claimed, values, t in (
+                ("stationary", is_stationary_onezero, s, stationary), ("moving", is_moving_onezero, x, moving),
+            ):  # fmt: skip
+                if claimed and t.dtype.itemsize == 4 and not ((values == 0) | (values == 1)).all():
+                    m.fail(9, f"{role} {t.brief()} is claimed to hold ones and zeros only, but holds other values")
         rows = k * 2 if double_row else k
         product = s.reshape(rows, columns).T @ x.reshape(rows, n)
         added = accumulate_into(m, dst, product, accumulate)
@@ -244,47 +248,50 @@ def accumulate_into(m: Machine, dst: NkiTensor, product: Array, accumulate: bool
     product = product.reshape(out.shape)
     state = track.state(dst)
     add: Any
+    states = np.asarray(state) if state != MIXED else track.cells(dst)
     if accumulate is None:
-        if m.checks and state == EXPLICIT:
+        if m.checks and bool((states == EXPLICIT).any()):
             m.fail_or_warn(
                 13,
                 "accumulate=None follows explicit flags on this accumulation group; set it on all or on none",
                 fatal=not m.compat,
             )
-        if state == FOREIGN:
-            foreign(m, dst, out)
-        add = (track.cells(dst) == IMPLICIT) if state == MIXED else state in (IMPLICIT, EXPLICIT)
+        foreign(m, dst, out, states)
+        summed = (states == IMPLICIT) | (states == EXPLICIT)
+        add = bool(summed) if state != MIXED else summed
     elif accumulate:
-        if m.checks and state == IMPLICIT:
+        if m.checks and bool((states == IMPLICIT).any()):
             m.fail_or_warn(
                 13, "accumulate=True follows matmuls without the flag; set it on all or on none", fatal=not m.compat
             )
-        if state == FOREIGN:
-            foreign(m, dst, out)
-        elif m.checks and (state == NONE or (state == MIXED and bool((track.cells(dst) == NONE).any()))):
+        foreign(m, dst, out, states)
+        if m.checks and bool((states == NONE).any()):
             m.fail(13, f"accumulate=True but no matmul with accumulate=False wrote dst {dst.brief()} before")
         add = True
     else:
         add = False
-    if add is True:
+    if add is True and out.dtype == product.dtype:
         out += product
-    elif add is False:
-        if out.dtype == product.dtype:
-            out[...] = product
-        else:
-            dtypes.cast_into(out, product, dst.dtype)
     else:
-        out[...] = np.where(add, out + product, product)
+        if add is not False:
+            product = np.where(add, out.astype(np.float32) + product, product)
+        dtypes.cast_into(out, product, dst.dtype)
     track.put(dst, IMPLICIT if accumulate is None else EXPLICIT)
     wrote_by_pe(m, dst)
     return add is not False
 
 
-def foreign(m: Machine, dst: NkiTensor, out: Array) -> None:
-    """A matmul onto PSUM that another engine initialised: undefined on trn1/trn2."""
-    if not m.checks or m.target.gen >= 4:
+def foreign(m: Machine, dst: NkiTensor, out: Array, states: Array) -> None:
+    """A matmul onto PSUM that another engine initialised: undefined on trn1/trn2, not described for trn3."""
+    if not m.checks:
         return
-    if bool((out != 0).any()):
+    touched = states == FOREIGN
+    if not bool(touched.any()):
+        return
+    if bool(((out != 0) & touched).any()):
+        if m.target.gen >= 4:
+            m.warn(14, f"dst {dst.brief()} holds nonzero values of another engine; whether a matmul adds is not known")
+            return
         m.fail(
             14, f"dst {dst.brief()} was set to nonzero values by another engine; a matmul cannot accumulate onto them"
         )
@@ -339,8 +346,6 @@ def nc_transpose(dst: Any, data: Any, engine: Any = Engine.unknown, name: Any = 
     # Memory types
     if where == TENSOR:
         data, dst = m.tile("data", data, (SBUF,), 6), m.tile("dst", dst, (PSUM,), 6)
-        if data.scalar_index is not None:
-            data = m.dynamic("data", data)
     else:
         data, dst = on_chip(m, "data", data), on_chip(m, "dst", dst)
     # Data types

@@ -320,13 +320,14 @@ def select_tile(dst: NkiTensor, condition: NkiTensor, x: Any, y: Any) -> None:
     m = current()
     reads = [condition]
     sides: list[Array] = []
+    condition = vector_engine.on_chip(m, "condition", condition)
     for role, side in (("x", x), ("y", y)):
         if isinstance(side, NkiTensor):
-            t = _fit(side, condition.shape)
+            t = _fit(vector_engine.on_chip(m, role, side), condition.shape)
             sides.append(m.f32(role, t))
             reads.append(t)
         else:
-            sides.append(np.asarray(np.float32(side)))
+            sides.append(np.asarray(vector_engine.immediate(m, role, side)))
     m.write(dst, np.where(m.read("condition", condition) != 0, *sides).astype(np.float32, copy=False))
     m.emit("vector", (dst,), tuple(reads))
 
@@ -397,7 +398,9 @@ def replicate_partition(dst: NkiTensor, src: NkiTensor) -> None:
 
 
 def gather_flattened(data: Any, indices: Any, axis: int = 0, dtype: Any = None) -> NkiTensor:
-    """data[p, indices[p, j]] per partition."""
+    """data[p, indices[p, j]] per partition; the free axes count as one, so axis is 0 or 1."""
+    if axis not in (0, 1):
+        current().fail(23, f"gather_flattened: axis must be 0 or 1, got {axis!r}")
     out = _like(data, indices.shape, None)
     gpsimd_engine.nc_n_gather(out, data, indices)
     return out if dtype is None else _copy(out, dtype)

@@ -16,7 +16,7 @@ from .constants import engine as Engine
 from .constants import reduce_cmd as Command
 from .core import GPSIMD, PSUM, SBUF, SCALAR, VECTOR, Array, Machine, current, describe, instruction
 from .operators import BITVEC, BY_NAME, COMMUTATIVE_IDENTITY, Operator, reduce_free
-from .tensor import NkiTensor, resolve
+from .tensor import NkiTensor
 
 __all__ = [
     "bn_aggr", "bn_stats", "dropout", "max8", "memset", "nc_find_index8", "nc_match_replace8", "nc_stream_shuffle",
@@ -65,7 +65,10 @@ def not_both_psum(m: Machine, **tiles: Any) -> None:
 
 def immediate(m: Machine, role: str, value: Any) -> np.float32:
     if isinstance(value, (bool, int, float, np.integer, np.floating)):
-        return np.float32(value)
+        number = np.float32(value)
+        if isinstance(value, (int, np.integer)) and int(number) != value:
+            m.warn(27, f"{role} {value} travels as float32 and becomes {int(number)}")
+        return number
     m.fail(24, f"{role} must be a number or a (P, 1) tensor, got {describe(value)}")
 
 
@@ -89,9 +92,11 @@ def elementwise(m: Machine, op: Operator, role: str, x: Any, y: Any) -> Array:
     return op.function(x) if op.arity == 1 else op.function(x, y)  # type: ignore[no-any-return]
 
 
-def alu(m: Machine, role: str, value: Any) -> Operator:
-    """An operator the Vector engine's ALU has."""
+def alu(m: Machine, role: str, value: Any, *, binary: bool = False) -> Operator:
+    """An operator the Vector engine's ALU has; one of two operands with `binary`."""
     op = pick_operator(m, role, value)
+    if binary and op.arity == 1:
+        m.fail(25, f"{role}: nl.{op.name} takes one operand, this instruction needs an operator of two")
     if m.checks and not op.alu:
         m.fail(25, f"{role}: nl.{op.name} is no Vector operator; use nisa.activation")
     if m.checks and op.arity == 1 and op.name in ("relu", "square", "abs") and m.target.gen < 3:
@@ -118,9 +123,11 @@ def raw_operand(m: Machine, role: str, value: Any, data: NkiTensor) -> Any:
             25, f"{role}: integer tile operands of tensor_scalar are refused by the compiler", fatal=m.checks
         )
         return m.read(role, value).reshape(data.shape[0], *([1] * (data.ndim - 1)))
-    if isinstance(value, (float, np.floating)) and not float(value).is_integer():
-        m.fail(25, f"{role} of a bit operator must be an integer, got {value}")
+    if not isinstance(value, (bool, int, float, np.integer, np.floating)) or not float(value).is_integer():
+        m.fail(25, f"{role} of a bit operator must be an integer, got {describe(value)}")
     width = data.dtype.itemsize * 8
+    if not -(1 << width - 1) <= int(value) < 1 << width:
+        m.fail(25, f"{role} {value} does not fit the {width} bits of data {data.brief()}")
     return (
         np.array(int(value) & ((1 << width) - 1), np.uint64).astype(f"u{data.dtype.itemsize}").view(data.dtype.np)[()]
     )
@@ -191,10 +198,11 @@ def fill(m: Machine, dst: NkiTensor, value: Any) -> None:
             )
     out = dst.array()
     if dtype.is_float:
-        with np.errstate(over="ignore", invalid="ignore"):
-            out[...] = np.float32(value).astype(dtype.np)
+        constant(m, dst, value, out)
     elif dtype.is_packed:
         out[...] = 0
+    elif dtype.is_bool:
+        out[...] = value != 0
     else:
         info = np.iinfo(dtype.np)
         number = int(value)
@@ -202,6 +210,16 @@ def fill(m: Machine, dst: NkiTensor, value: Any) -> None:
             m.fail(49, f"value {value} does not fit {dtype}")
         out[...] = number
     m.wrote(dst)
+
+
+def constant(m: Machine, dst: NkiTensor, value: Any, out: Array) -> None:
+    """Fill `out` with a number in dst's dtype, cast as an engine casts."""
+    one = np.empty(1, dst.dtype.np)
+    number = np.array([value], np.float32)
+    dtypes.cast_into(one, number, dst.dtype)
+    if m.checks and dst.dtype.is_float and np.isfinite(value) and not np.isfinite(dtypes.to_f32(one, dst.dtype)[0]):
+        m.warn(29, f"value {value} overflows {dst.dtype} of dst {dst.brief()}")
+    out[...] = one[0]
 
 
 @instruction
@@ -227,7 +245,9 @@ def tensor_copy_predicated(dst: Any, src: Any, predicate: Any, reverse_pred: boo
         np.copyto(out, m.read("src", src).reshape(dst.shape), where=chosen)
         reads.append(src)
     else:
-        np.copyto(out, np.asarray(immediate(m, "src", src)).astype(dst.dtype.np), where=chosen)
+        filled = np.empty(1, dst.dtype.np)
+        constant(m, dst, immediate(m, "src", src), filled)
+        np.copyto(out, filled[0], where=chosen)
     if not dst.storage.all_init and m.tracks_init and not chosen.all():
         m.storage_partial(dst, chosen)
     else:
@@ -252,7 +272,7 @@ def reciprocal(dst: Any, data: Any, name: Any = None) -> None:
 def tensor_tensor(dst: Any, data1: Any, data2: Any, op: Any, engine: Any = Engine.unknown, name: Any = None) -> None:
     """dst = data1 op data2."""
     m = current()
-    op = alu(m, "op", op)
+    op = alu(m, "op", op, binary=True)
     for role, t in (("dst", dst), ("data1", data1), ("data2", data2)):
         if type(t) is not NkiTensor:
             m.fail(23, f"{role} must be a tensor, got {describe(t)}")
@@ -282,7 +302,7 @@ def tensor_tensor(dst: Any, data1: Any, data2: Any, op: Any, engine: Any = Engin
         out = dst.array()
         out[...] = raw.reshape(out.shape)
         m.wrote(dst)
-    elif integer and where == GPSIMD and not op.predicate:
+    elif integer and where == GPSIMD and not op.predicate and op.name not in ("divide", "power"):
         x, y = m.read("data1", data1), m.read("data2", data2)
         result = op.function(x.astype(np.int64), y.reshape(x.shape).astype(np.int64))
         out = dst.array()
@@ -291,7 +311,7 @@ def tensor_tensor(dst: Any, data1: Any, data2: Any, op: Any, engine: Any = Engin
         )  # wraps as 32-bit adders do
         m.wrote(dst)
     else:
-        if integer and where == GPSIMD:
+        if integer and where == GPSIMD and op.predicate:
             x, y = m.read("data1", data1).astype(np.int64), m.read("data2", data2).astype(np.int64)
         else:
             x, y = m.f32("data1", data1), m.f32("data2", data2)
@@ -381,7 +401,7 @@ def scale_shift(
         if op is None:
             continue
         if op.arity == 1:
-            if operand not in (None, 0, 0.0):
+            if operand is not None and (isinstance(operand, NkiTensor) or operand != 0):
                 m.fail(24, f"{role} must be None or 0 for the unary operator {op.name}")
             values = elementwise(m, op, role, values, None)
             continue
@@ -401,8 +421,8 @@ def scalar_tensor_tensor(
 ) -> None:  # fmt: skip
     """dst = (data op0 operand0) op1 operand1, operand1 a full tile."""
     m = current()
-    op0, op1 = alu(m, "op0", op0), alu(m, "op1", op1)
-    if m.checks and BITVEC in (op0.family, op1.family):
+    op0, op1 = alu(m, "op0", op0), alu(m, "op1", op1, binary=True)
+    if BITVEC in (op0.family, op1.family):
         m.fail(25, "scalar_tensor_tensor takes arithmetic operators only")
     # Memory types
     data, operand1, dst = on_chip(m, "data", data), on_chip(m, "operand1", operand1), on_chip(m, "dst", dst)
@@ -427,8 +447,8 @@ def tensor_tensor_scan(
 ) -> None:  # fmt: skip
     """r[i] = (data0[i] op0 r[i-1]) op1 data1[i] along the free axis, float32 state."""
     m = current()
-    op0, op1 = alu(m, "op0", op0), alu(m, "op1", op1)
-    if m.checks and (BITVEC in (op0.family, op1.family) or op0.arity == 1 or op1.arity == 1):
+    op0, op1 = alu(m, "op0", op0, binary=True), alu(m, "op1", op1, binary=True)
+    if BITVEC in (op0.family, op1.family):
         m.fail(25, "tensor_tensor_scan takes binary arithmetic operators only")
     data0, data1, dst = on_chip(m, "data0", data0), on_chip(m, "data1", data1), on_chip(m, "dst", dst)
     not_both_psum(m, data0=data0, data1=data1)
@@ -502,27 +522,20 @@ def tensor_reduce(
 
 
 def accumulate_registers(
-    m: Machine, command: Any, op: Operator, values: Array, init: Any = None, allowed: tuple[Any, ...] = tuple(Command)
+    m: Machine, lanes: slice, command: Any, op: Operator, values: Array, init: Any, allowed: tuple[Any, ...]
 ) -> Array:
-    """Fold a tile's free-axis reduction into the Vector accumulators; returns their (P,) state."""
+    """Fold a tile's free-axis reduction into the Vector accumulators of its lanes; returns their (P,) state."""
     p = values.shape[0]
     if command not in allowed:
         m.fail(29, f"reduce_cmd must be one of {', '.join(c.name for c in allowed)}, got {describe(command)}")
     if command is Command.reduce:
-        state = m.vector_registers
-        if state is None or not m.vector_registers_valid or state.shape[0] < p:
-            m.fail(46, "reduce_cmd.reduce continues an accumulation nobody started; begin with reset_reduce")
-        state = state[:p]
+        state = m.vector_registers.read(m, lanes)
     elif command is Command.load_reduce:
         state = np.broadcast_to(np.asarray(init, np.float32).reshape(-1), (p,))
     else:
         state = np.full(p, COMMUTATIVE_IDENTITY[op.name], np.float32)
-    if command is not Command.reset:
-        part = reduce_free(op, values, tuple(range(1, values.ndim)))
-        state = op.function(state, part)
-    m.vector_registers = np.asarray(state, np.float32)
-    m.vector_registers_valid = True
-    return m.vector_registers
+    part = reduce_free(op, values, tuple(range(1, values.ndim)))
+    return m.vector_registers.write(lanes, op.function(state, part))
 
 
 @instruction
@@ -533,7 +546,7 @@ def tensor_scalar_reduce(
     """dst = data op0 operand0; the Vector accumulators gain reduce_op of dst along the free axes."""
     m = current()
     op0, reduce_op = alu(m, "op0", op0), alu(m, "reduce_op", reduce_op)
-    if m.checks and op0.family == BITVEC:
+    if op0.family == BITVEC:
         m.fail(25, "tensor_scalar_reduce takes arithmetic operators only")
     if reduce_op.name not in ("add", "multiply", "maximum", "minimum"):
         m.fail(25, f"reduce_op must be add, multiply, maximum or minimum, got {reduce_op.name}")
@@ -548,8 +561,9 @@ def tensor_scalar_reduce(
         reads += [tensor] if tensor is not None else []
     m.same_start(**{f"operand{i}": t for i, t in enumerate([data, *reads])})
     state = accumulate_registers(
-        m, reduce_cmd, reduce_op, values, init, (Command.reset_reduce, Command.reduce, Command.load_reduce)
-    )
+        m, data.lanes, reduce_cmd, reduce_op, values, init,
+        (Command.reset_reduce, Command.reduce, Command.load_reduce),
+    )  # fmt: skip
     m.write(dst, values)
     writes = write_registers(m, dst, data, reduce_res, np.negative(state) if reduce_res_negate else state)
     m.emit(VECTOR, writes, (data, *reads), op=op0.name, op1=reduce_op.name)
@@ -581,6 +595,10 @@ def tensor_scalar_cumulative(
     """Running op1 of (src op0 imm0) along the free axis, carried in the Vector accumulators."""
     m = current()
     op0, op1 = alu(m, "op0", op0), alu(m, "op1", op1)
+    if op0.family == BITVEC:
+        m.fail(25, "op0 must be an arithmetic operator")
+    if imm1 is not None and reduce_cmd is not Command.load_reduce:
+        m.fail(24, "imm1 goes with reduce_cmd.load_reduce and only with it")
     if op1.name not in ("add", "subtract", "multiply", "maximum", "minimum"):
         m.fail(25, f"op1 must be add, subtract, multiply, maximum or minimum, got {op1.name}")
     src, dst = on_chip(m, "src", src), on_chip(m, "dst", dst)
@@ -598,9 +616,7 @@ def tensor_scalar_cumulative(
         reads += [tensor] if tensor is not None else []
         state = np.broadcast_to(np.asarray(start, np.float32).reshape(-1), (p,)).copy()
     elif reduce_cmd is Command.reduce:
-        if m.vector_registers is None or not m.vector_registers_valid:
-            m.fail(46, "reduce_cmd.reduce continues an accumulation nobody started; begin with reset_reduce")
-        state = m.vector_registers[:p].copy()
+        state = m.vector_registers.read(m, src.lanes)
     elif reduce_cmd is Command.reset_reduce:
         state = np.full(p, COMMUTATIVE_IDENTITY[op1.name], np.float32)
     else:
@@ -610,7 +626,7 @@ def tensor_scalar_cumulative(
     for i in range(steps.shape[0]):
         state = op1.function(steps[i], state)
         out[i] = state
-    m.vector_registers, m.vector_registers_valid = np.asarray(state, np.float32), True
+    m.vector_registers.write(src.lanes, state)
     m.write(dst, np.ascontiguousarray(out.T))
     m.emit(VECTOR, (dst,), (src, *reads), op=op0.name, op1=op1.name)
 
@@ -655,7 +671,9 @@ def range_select(
         ops[1].function(index, m.f32("bound1", high).reshape(-1, 1)) != 0
     )
     values = np.where(keep, m.f32("on_true_tile", tile).reshape(tile.shape[0], -1), np.float32(FP32_MIN))
-    state = accumulate_registers(m, reduce_cmd, BY_NAME["maximum"], values)
+    state = accumulate_registers(
+        m, tile.lanes, reduce_cmd, BY_NAME["maximum"], values, None, (Command.reset_reduce, Command.reduce)
+    )
     m.write(dst, values)
     m.emit(VECTOR, write_registers(m, dst, tile, reduce_res, state), (tile, low, high))
 
@@ -685,14 +703,14 @@ def select_reduce(
     values = np.where(chosen, m.f32("on_true", on_true), other).astype(np.float32, copy=False)
     reads = (predicate, on_true) if tensor is None else (predicate, on_true, tensor)
     if reduce_cmd is Command.idle:
-        m.vector_registers_valid = False  # documented: idle may still disturb the accumulators
+        m.vector_registers.forget(on_true.lanes)  # documented: idle may still disturb the accumulators
         if reduce_res is not None:
             m.fail(24, "reduce_res needs a reduce_cmd other than idle")
         m.write(dst, values)
         m.emit(VECTOR, (dst,), reads)
         return
     state = accumulate_registers(
-        m, reduce_cmd, BY_NAME["maximum"], values, None, (Command.reset_reduce, Command.reduce)
+        m, on_true.lanes, reduce_cmd, BY_NAME["maximum"], values, None, (Command.reset_reduce, Command.reduce)
     )
     m.write(dst, values)
     m.emit(VECTOR, write_registers(m, dst, on_true, reduce_res, state), reads)
@@ -732,7 +750,11 @@ def nc_stream_shuffle(dst: Any, src: Any, shuffle_mask: Any, name: Any = None) -
             continue
         origin = row // lanes * lanes + lane
         if origin >= src.shape[0]:
-            continue  # the lane lies outside the source tile: nothing defined arrives
+            m.fail_or_warn(
+                43, f"dst partition {row} takes lane {lane} of its quadrant, outside src {src.brief()}",
+                fatal=not m.compat,
+            )  # fmt: skip
+            continue
         target_rows.append(row)
         source_rows.append(origin)
     if out is not None:
@@ -904,4 +926,4 @@ def dropout(dst: Any, data: Any, prob: Any, name: Any = None) -> None:
     m.emit(VECTOR, (dst,), (data,) if tensor is None else (data, tensor))
 
 
-_ = resolve
+
