@@ -48,6 +48,7 @@ SEGMENT = 8  # chunks whose scores are held at once: two PSUM banks
 BIAS_PAD = 16  # columns before the per-slot bias; column 0 is the row's softmax scale
 SINK_CAP = 80.0  # exp(80) and its reciprocal are normal float32; an output below 1e-34 is as good as 0
 PREFETCH = 3  # rows whose gathers are issued ahead of their decoding
+GROUPS_AT_ONCE = 16  # groups whose running results stay in SBUF while shared keys pass: 3 KiB each per partition
 MASK_KEYS = 4096  # keys whose mask is kept for all rows of a block at once
 FP8_DATA, FP8_SCALES = 512, 16  # bytes of a 528-byte record
 FP4_DATA, FP4_SCALES = 256, 32  # bytes of a 288-byte record
@@ -420,7 +421,10 @@ def attend(q, bias, sink, scopes, active, with_lse, with_max, exact_bias, out_fp
                 "first": s * SEGMENT,
                 "stop": min((s + 1) * SEGMENT, chunks),
                 "v": [],
+                "before": None,
             }
+            if s > 0:
+                step["before"] = steps[len(steps) - 1]
             for i in range(count):
                 items.append({"step": len(steps), "slot": i, "v": None})
             steps.append(step)
@@ -431,6 +435,7 @@ def attend(q, bias, sink, scopes, active, with_lse, with_max, exact_bias, out_fp
         "lanes": lanes,
         "exact_bias": exact_bias,
         "with_lse": with_lse,
+        "shared": False,
         "first_row": first_row,
         "num_rows": num_rows,
         "num_segments": num_segments,
@@ -644,7 +649,7 @@ def soften_step(steps, i, bias, sink, state):
         )
     step["rescale"] = None
     if step["segment"] > 0:
-        before = steps[i - 1]
+        before = step["before"]
         lower = column_tile()
         nisa.tensor_tensor(
             dst=lower[0:live, :],
@@ -691,7 +696,7 @@ def soften_step(steps, i, bias, sink, state):
         joined = column_tile()
         nisa.scalar_tensor_tensor(
             dst=joined[0:live, :],
-            data=steps[i - 1]["total"][0:live, :],
+            data=step["before"]["total"][0:live, :],
             op0=nl.multiply,
             operand0=step["rescale"][0:live, :],
             op1=nl.add,
@@ -736,7 +741,15 @@ def multiply_step(steps, i, state):
     p_t = nl.ndarray(shape=(P, chunks, P), dtype=nl.bfloat16, buffer=nl.sbuf)
     nisa.activation(dst=p_t[:, :, 0:live], op=nl.copy, data=psum[:, :, 0:live])
     product = nl.ndarray(shape=(P, D), dtype=nl.float32, buffer=nl.psum)
-    for slot in range(step["count"]):
+    if state["shared"]:
+        for c in range(chunks):
+            nisa.nc_matmul(
+                dst=product[0:live, :],
+                stationary=p_t[:, c, 0:live],
+                moving=step["v"][0][:, c, :],
+                accumulate=c > 0,
+            )
+    for slot in range(0 if state["shared"] else step["count"]):
         lane = slot * width
         for c in range(chunks):
             multiply_lanes(
@@ -764,7 +777,7 @@ def store_step(steps, i, out, lse, top, state):
         else:
             nisa.scalar_tensor_tensor(
                 dst=result[0:live, :],
-                data=steps[i - 1]["result"][0:live, :],
+                data=step["before"]["result"][0:live, :],
                 op0=nl.multiply,
                 operand0=step["rescale"][0:live, :],
                 op1=nl.add,
@@ -993,3 +1006,184 @@ def fused_attn(
             lanes=lanes,
         )
     )
+
+
+# --- keys that all rows share ----------------------------------------------------------------------------------------
+
+
+def load_segment(kv, first, stop):
+    """V of chunks first .. stop - 1 of the shared keys."""
+    v = nl.ndarray(shape=(P, stop - first, D), dtype=nl.bfloat16, buffer=nl.sbuf)
+    load_rows(v=v, base=0, kv=kv, row=0, chunks=0, first=first, stop=stop)
+    return v
+
+
+def score_shared(step, v, k_t, mask_high, mask_low, select, row, width):
+    """Scores of all rows of a group against one segment: the whole array at once, no column tiles."""
+    live = step["count"] * width
+    count = step["stop"] - step["first"]
+    rows = mask_high.shape[0]
+    scores = nl.ndarray(shape=(P, count * P), dtype=nl.float32, buffer=nl.psum)
+    per_bank = BANK // P
+    for start in range(0, count, per_bank):
+        stop = min(start + per_bank, count)
+        bank = scores[0:live, start * P : stop * P]
+        nisa.nc_matmul(
+            dst=bank,
+            stationary=select[0:rows, row * width : row * width + live],
+            moving=mask_high[:, start * P : stop * P],
+            accumulate=False,
+        )
+        if mask_low != None:
+            nisa.nc_matmul(
+                dst=bank,
+                stationary=select[0:rows, row * width : row * width + live],
+                moving=mask_low[:, start * P : stop * P],
+                accumulate=True,
+            )
+        for d in range(D_BLOCKS):
+            nisa.nc_matmul(
+                dst=bank, stationary=step["q_t"][:, d, 0:live], moving=k_t[:, start:stop, d, :], accumulate=True
+            )
+    step["scores"] = scores
+    step["v"] = [v]
+
+
+def split_mask(bias, first, count, key, keys, has_weights):
+    """bf16 tiles [count rows, keys] whose sum is the bias of these rows: one for 0 and EMPTY, two for finer values."""
+    wide = nl.ndarray(shape=(P, keys), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=wide[0:count, :], src=bias[first : first + count, BIAS_PAD + key : BIAS_PAD + key + keys])
+    high = nl.ndarray(shape=(P, keys), dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.activation(dst=high[0:count, :], op=nl.copy, data=wide[0:count, :])
+    if not has_weights:
+        return high[0:count, :], None
+    low = nl.ndarray(shape=(P, keys), dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.tensor_tensor(
+        dst=low[0:count, :],
+        data1=wide[0:count, :],
+        data2=high[0:count, :],
+        op=nl.subtract,
+        engine=nisa.engine.vector,
+    )
+    return high[0:count, :], low[0:count, :]
+
+
+@nki.jit
+def shared_attn(q, kv, bias, sink, scale=1.0, has_weights=False, active=0):
+    """Attention of rows that share their keys: a dense pass with a mask, no gather.
+
+    128 (row, head) pairs meet each key once, so K^T and V of a segment are made once per block of GROUPS_AT_ONCE
+    groups.
+
+    Dimensions: rows; h = q.shape[0] / rows <= 128 heads; n keys, a multiple of 128.
+    Args:
+        q: [rows * h, 512] bf16.
+        kv: [n, 512] bf16, finite; key = value.
+        bias: [rows, 16 + n] fp32, columns 16.. added to the unscaled logit: 0, -1e30 for a key the row does not see,
+        and with
+            `has_weights` any value (ln(count) / scale for a key listed `count` times).
+        sink: [h, 1] fp32.
+        scale: softmax scale, positive.
+        active: rows to compute, the rest are padding and give zeros; 0: all.
+    Returns: out [rows * h, 512] fp32, lse [rows * h, 1] fp32.
+    """
+    rows = bias.shape[0]
+    chunks = kv.shape[0] // P
+    heads = q.shape[0] // rows
+    width = lane_width(heads=heads)
+    per_group = P // width
+    out = nl.ndarray(shape=(rows * heads, D), dtype=nl.float32, buffer=nl.shared_hbm, name="out")
+    lse = nl.ndarray(shape=(rows * heads, 1), dtype=nl.float32, buffer=nl.shared_hbm, name="lse")
+    if active == 0:
+        active = rows
+    first_row, num_rows = core_rows(rows=active)
+    if active < rows and first_row == 0:
+        fill_rows(dst=out, first=active * heads, stop=rows * heads)
+        fill_rows(dst=lse, first=active * heads, stop=rows * heads)
+    if num_rows == 0:
+        return out, lse
+    block_rows = min(GROUPS_AT_ONCE * per_group, num_rows)
+    select = one_hot_rows(rows=block_rows, width=width)
+    sink_lanes = column_tile()
+    if heads < width:
+        nisa.memset(dst=sink_lanes, value=0.0, engine=nisa.engine.vector)
+    for i in range(min(per_group, num_rows)):
+        nisa.dma_copy(dst=sink_lanes[i * width : i * width + heads, :], src=sink)
+    factor = column_tile()
+    nisa.memset(dst=factor, value=scale, engine=nisa.engine.vector)
+    negative = column_tile()
+    nisa.memset(dst=negative, value=-scale, engine=nisa.engine.vector)
+    num_segments = (chunks + SEGMENT - 1) // SEGMENT
+    state = {
+        "heads": heads,
+        "width": width,
+        "exact_bias": False,
+        "with_lse": True,
+        "shared": True,
+        "num_segments": num_segments,
+    }
+    steps = []
+    for block in range(0, num_rows, block_rows):
+        count = min(block_rows, num_rows - block)
+        last = []
+        for g in range((count + per_group - 1) // per_group):
+            last.append(None)
+        for s in range(num_segments):
+            for g in range(len(last)):
+                step = {
+                    "block": block,
+                    "block_rows": count,
+                    "segment": s,
+                    "row": first_row + block + g * per_group,
+                    "count": min(per_group, count - g * per_group),
+                    "first": s * SEGMENT,
+                    "stop": min((s + 1) * SEGMENT, chunks),
+                    "v": [],
+                    "before": last[g],
+                    "scale": factor,
+                    "negative": negative,
+                }
+                last[g] = step
+                steps.append(step)
+    v_next = load_segment(kv=kv, first=0, stop=steps[0]["stop"])
+    for i in range(len(steps) + 2):
+        if i >= 2:
+            multiply_step(steps=steps, i=i - 2, state=state)
+        if i < len(steps):
+            step = steps[i]
+            if i == 0 or step["segment"] != steps[i - 1]["segment"] or step["block"] != steps[i - 1]["block"]:
+                count = step["stop"] - step["first"]
+                v = v_next
+                k_t = nl.ndarray(shape=(P, count, D_BLOCKS, P), dtype=nl.bfloat16, buffer=nl.sbuf)
+                transpose_chunks(k_t=k_t, v=v, first=0, stop=count)
+                high, low = split_mask(
+                    bias=bias,
+                    first=first_row + step["block"],
+                    count=step["block_rows"],
+                    key=step["first"] * P,
+                    keys=count * P,
+                    has_weights=has_weights,
+                )
+                v_next = None
+                for later in steps[i:]:
+                    if v_next == None and (later["segment"] != step["segment"] or later["block"] != step["block"]):
+                        v_next = load_segment(kv=kv, first=later["first"], stop=later["stop"])
+            if step["segment"] == 0:
+                step["q_t"] = load_queries(q=q, first=step["row"], count=step["count"], heads=heads, width=width)
+            else:
+                step["q_t"] = step["before"]["q_t"]
+            score_shared(
+                step=step,
+                v=v,
+                k_t=k_t,
+                mask_high=high,
+                mask_low=low,
+                select=select,
+                row=step["row"] - first_row - step["block"],
+                width=width,
+            )
+        if i >= 1 and i - 1 < len(steps):
+            soften_step(steps=steps, i=i - 1, bias=bias, sink=sink_lanes, state=state)
+        if i >= 2:
+            store_step(steps=steps, i=i - 2, out=out, lse=lse, top=None, state=state)
+    return out, lse

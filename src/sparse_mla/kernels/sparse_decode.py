@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches of sparse decode attention: the host side around the kernels of `attention.py`.
 
-Strategies, best first; each is an implementation with its own limits, and all give the same answer.
+Strategies, in the order they are asked; each is an implementation with its own limits, and all give the same answer.
 
+    dense_mask         a chunk of one sequence over all slots of its caches, a mask instead of gathers, while that is
+    cheaper shared_prefix      a chunk of one sequence with wide lists: the longest is gathered once, a mask per row
     fused              records straight from the pool, decoded on chip; native e4m3 for caches of the 224 cap,
     integers otherwise fused_planar       the same for planar pages: a second gather per chunk for the scale bytes
     decoded_table      every slot of the caches to bfloat16 once, then gathered rows; for small caches and many rows
@@ -18,11 +20,11 @@ import torch
 from .. import config
 from ..caches import PagedCache
 from ..dispatch import WITHIN_2X_BF16, Limits
-from ..errors import SlotRangeError
+from ..errors import ArgumentError, SlotRangeError
 from ..formats import V41_FP8
 from ..ops.sparse_decode import SPARSE_DECODE, SparseDecodeCall, check_slots
 from . import launch
-from .attention import fused_attn, gathered_attn, gathered_attn_idx
+from .attention import fused_attn, gathered_attn, gathered_attn_idx, shared_attn
 from .launch import BIAS_PAD, CHUNK, EMPTY, EMPTY_UNIT
 
 __all__ = ["ATTENTION_FORMATS", "Softmax", "Visible", "attention_operands", "finish_attention", "visible_slots"]
@@ -143,6 +145,200 @@ def in_blocks(call: SparseDecodeCall, limit: int, run: Any) -> tuple[torch.Tenso
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     lse = lses[0] if len(lses) == 1 else torch.cat(lses)
     return out.reshape(call.q.shape), lse.reshape(b, s_q, heads)
+
+
+# --- chunks of one sequence ------------------------------------------------------------------------------------------
+
+SHARED_WIDTH = 1024  # a list at least so wide is dense: rows of one sequence hold prefixes of the longest one
+SHARED_STEP_US = 6.0  # estimated: 128 (row, head) pairs against 1,024 shared keys
+GATHER_CHUNK_US = 1.5  # estimated: one row's 128 gathered and decoded records, the cheapest format
+DECODE_KEYS = 8192  # shared keys decoded in torch at once
+
+
+def merge_parts(
+    parts: list[tuple[torch.Tensor, torch.Tensor]], attn_sink: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [rows, heads, 512], lse [rows, heads]) float32 of disjoint key sets as one softmax, then the sink. An
+    empty part has
+    lse = +inf."""
+    lses = torch.stack([lse for _, lse in parts])
+    empty = lses == torch.inf
+    weights = torch.where(empty, -torch.inf, lses)
+    peak = weights.amax(dim=0)
+    none = peak == -torch.inf
+    peak = torch.where(none, 0.0, peak)
+    weights = torch.exp(weights - peak)
+    total = weights.sum(dim=0)
+    lse = torch.where(none, torch.inf, peak + torch.log(torch.where(none, 1.0, total)))
+    share = weights / torch.where(none, 1.0, total)
+    if attn_sink is not None:
+        share = share * torch.sigmoid(torch.where(none, 0.0, lse) - attn_sink)
+    out = (torch.stack([out for out, _ in parts]) * share.unsqueeze(-1)).sum(dim=0)
+    return torch.where(none.unsqueeze(-1), 0.0, out), lse
+
+
+def attend_shared(
+    call: SparseDecodeCall, backend: str, keys: torch.Tensor, logits: torch.Tensor, softmax: Softmax, has_weights: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse), without the sink, of all rows over `keys` [n, 512]; `logits` [rows, n] are added to the scaled
+    ones."""
+    rows, heads = call.num_rows, call.num_heads
+    queries = call.q.reshape(rows, heads, call.q.shape[3])
+    if softmax.sign != 1.0:
+        queries = queries * softmax.sign
+    width = -(-keys.shape[0] // CHUNK) * CHUNK
+    keys = launch.pad_to(keys, width, 0, 0.0)
+    logits = launch.pad_to(logits, width, 1, EMPTY)
+    no_sink = torch.full((heads, 1), EMPTY, dtype=torch.float32, device=keys.device)
+    parts = []
+    for start, count, padded in launch.blocks_of_rows(rows, MAX_LAUNCH_ROWS):
+        q = launch.pad_to(queries[start : start + count], padded, 0, 0.0)
+        bias = launch.pad_to(logits[start : start + count], padded, 0, EMPTY)
+        bias = torch.cat((bias.new_zeros((padded, BIAS_PAD)), bias), dim=1)
+        out, lse = launch.call_kernel(
+            backend,
+            shared_attn,
+            q=q.reshape(-1, q.shape[2]),
+            kv=keys,
+            bias=bias,
+            sink=no_sink,
+            scale=softmax.scale,
+            has_weights=has_weights,
+            active=count,
+        )
+        valid = logits[start : start + count] > EMPTY
+        parts.append(finish_attention(out, (lse,), valid, None, heads))
+    out, lse = [torch.cat(each) if len(each) > 1 else each[0] for each in zip(*parts, strict=True)]
+    return out, lse
+
+
+def _finish_shared(
+    call: SparseDecodeCall, parts: list[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = merge_parts(parts, call.attn_sink)
+    return out.to(call.out_dtype).reshape(call.q.shape), lse.reshape(call.q.shape[:3])
+
+
+def _one_sequence(call: SparseDecodeCall) -> list[str]:
+    return [] if call.one_sequence else ["the rows must be declared as one sequence's, got one_sequence=False"]
+
+
+def _per_core(rows: int) -> int:
+    return -(-rows // launch.cores())
+
+
+def dense_us(rows: int, heads: int, slots: int) -> float:
+    """Estimated time of a dense pass of one core's rows over all slots."""
+    width = 32 if heads <= 32 else 64 if heads <= 64 else 128
+    groups = -(-_per_core(rows) * width // 128)
+    return groups * (-(-slots // SHARED_WIDTH)) * SHARED_STEP_US
+
+
+def gather_us(rows: int, keys: int) -> float:
+    """Estimated time of gathering and attending each row's own keys."""
+    return _per_core(rows) * (-(-keys // CHUNK)) * GATHER_CHUNK_US
+
+
+def _dense_rule(call: SparseDecodeCall) -> list[str]:
+    reasons = _one_sequence(call) + _table_rule(call)
+    if reasons:
+        return reasons
+    slots = sum([scope.cache.num_slots for scope in call.scopes])
+    dense, gather = dense_us(call.num_rows, call.num_heads, slots), gather_us(call.num_rows, call.topk)
+    if dense >= gather:
+        return [
+            f"a dense pass over {slots} slots must be the cheaper one, got {dense:.0f} us against {gather:.0f} us of "
+            "gathering (estimated)"
+        ]
+    return []
+
+
+@SPARSE_DECODE.impl(
+    "neuron",
+    "simulated",
+    strategy="dense_mask",
+    limits=Limits(max_heads=MAX_HEADS, formats=ATTENTION_FORMATS),
+    tolerance=WITHIN_2X_BF16,
+    rule=_dense_rule,
+)
+def _launch_dense(call: SparseDecodeCall, backend: str) -> Any:
+    check_call(call)
+    if call.num_rows == 0:
+        return no_rows(call)
+    softmax = softmax_of(call.softmax_scale, None, call.q, call.num_heads)
+    tables = [launch.load_cache(scope.cache) for scope in call.scopes]
+    row = torch.arange(call.num_rows, dtype=torch.int32, device=call.device).unsqueeze(1)
+    listed = []
+    for number, table in enumerate(tables):
+        seen = visible_slots(call, number)
+        count = torch.zeros((call.num_rows, table.shape[0]), dtype=torch.float32, device=call.device)
+        # A slot listed twice counts twice: its logit gains ln 2.
+        listed.append(count.index_put((row, seen.slots), seen.valid.float(), accumulate=True))
+    counts = torch.cat(listed, dim=1)
+    logits = torch.where(counts > 0, torch.log(counts.clamp(min=1.0)) / softmax.scale, EMPTY)
+    part = attend_shared(call, backend, torch.cat(tables), logits, softmax, True)
+    return _finish_shared(call, [part])
+
+
+def _shared_rule(call: SparseDecodeCall) -> list[str]:
+    reasons = _one_sequence(call)
+    if not any([scope.indices.shape[2] >= SHARED_WIDTH for scope in call.scopes]):
+        widest = max([scope.indices.shape[2] for scope in call.scopes])
+        reasons.append(f"one scope must list at least {SHARED_WIDTH} slots a row, got {widest}")
+    return reasons + _row_gather_rule(call)
+
+
+@SPARSE_DECODE.impl(
+    "neuron",
+    "simulated",
+    strategy="shared_prefix",
+    limits=Limits(max_heads=MAX_HEADS, formats=ATTENTION_FORMATS),
+    tolerance=WITHIN_2X_BF16,
+    rule=_shared_rule,
+)
+def _launch_shared(call: SparseDecodeCall, backend: str) -> Any:
+    check_call(call)
+    if call.num_rows == 0:
+        return no_rows(call)
+    softmax = softmax_of(call.softmax_scale, None, call.q, call.num_heads)
+    keys, logits = [], []
+    for number, scope in enumerate(call.scopes):
+        if scope.indices.shape[2] < SHARED_WIDTH:
+            continue
+        seen = visible_slots(call, number)
+        longest = seen.valid.sum(dim=1).argmax().reshape(1)
+        shared = Visible(seen.slots.index_select(0, longest), seen.valid.index_select(0, longest))
+        if launch.checks_now(call.checks):
+            _check_prefixes(number, seen, shared)
+        keys.append(_shared_keys(scope.cache, shared))
+        logits.append(torch.where(seen.valid, 0.0, EMPTY))
+    parts = [attend_shared(call, backend, torch.cat(keys), torch.cat(logits, dim=1), softmax, False)]
+    narrow = tuple([scope for scope in call.scopes if scope.indices.shape[2] < SHARED_WIDTH])
+    if narrow:
+        rest = call._replace(scopes=narrow, attn_sink=None, out_dtype=torch.float32)
+        own = _launch_fused if not pool_refusals(rest) else _launch_row_gather
+        out, lse = own(rest, backend)
+        parts.append((out.reshape(call.num_rows, *out.shape[2:]), lse.reshape(call.num_rows, -1)))
+    return _finish_shared(call, parts)
+
+
+def _check_prefixes(number: int, seen: Visible, shared: Visible) -> None:
+    differs = seen.valid & ~((seen.slots == shared.slots) & shared.valid)
+    if bool(differs.any()):
+        row, column = differs.nonzero()[0].tolist()
+        raise ArgumentError(
+            f"sparse_decode: scopes[{number}].indices must hold prefixes of one list when one_sequence=True and the list "
+            f"is {SHARED_WIDTH} or wider, got another slot in row {row}, column {column}; the rows are not one sequence's."
+        )
+
+
+def _shared_keys(cache: PagedCache, shared: Visible) -> torch.Tensor:
+    """[n, 512] bf16 of the one list [1, n], decoded DECODE_KEYS at a time."""
+    parts = []
+    for start in range(0, shared.slots.shape[1], DECODE_KEYS):
+        part = slice(start, start + DECODE_KEYS)
+        parts.append(gather_decoded_rows(cache, Visible(shared.slots[:, part], shared.valid[:, part]), 1)[0])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 # --- fused -----------------------------------------------------------------------------------------------------------

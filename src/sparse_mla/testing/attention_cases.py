@@ -134,6 +134,7 @@ class DecodeCase(Case):
     softmax_scale: float | None = SOFTMAX_SCALE
     out_dtype: torch.dtype = torch.bfloat16
     strided: bool = False  # q and indices are views of wider tensors
+    one_sequence: bool = False  # the rows are one sequence's: wide lists are prefixes of one another
 
     def build(self, poison: int = POISON) -> Problem:
         g = self.generator()
@@ -169,6 +170,7 @@ class DecodeCase(Case):
             "softmax_scale": self.softmax_scale,
             "attn_sink": make_sink(self.sink, self.h_q, g),
             "out_dtype": self.out_dtype,
+            "one_sequence": self.one_sequence,
         }
         return Problem(arguments, {"tables": tables, "positions": positions, "valid": valid})
 
@@ -412,6 +414,17 @@ def _named() -> Iterator[DecodeCase]:
     yield DecodeCase(name="bf16", scopes=(_scope(BF16),), h_q=16, sink="finite")
     yield DecodeCase(name="bf16-fp4", scopes=(_scope(BF16, 5), _scope(fp4, 53)))
     yield DecodeCase(name="bf16-padded", tags=layout, scopes=(_scope(BF16, 3, padding_bytes=64),))
+    one = ("one-sequence",)
+    yield DecodeCase(name="one-sequence-chunk", tags=(*ugly, *one), b=1, s_q=16, scopes=both, sink="mixed",
+                     one_sequence=True)  # fmt: skip
+    yield DecodeCase(name="one-sequence-duplicates", tags=(*ugly, *one), b=1, s_q=16, h_q=11, sink="finite",
+                     scopes=(_scope(fp8, order="duplicates"),), one_sequence=True)  # fmt: skip
+    prefixes = Scope(
+        pages=Pages(format=fp4, page_size=64, num_pages=20), topk=1100, order="dense", length="random", tail="wild"
+    )
+    yield DecodeCase(name="one-sequence-prefixes", tags=(*ugly, *one), b=6, scopes=(_scope(fp8), prefixes),
+                     sink="mixed", one_sequence=True)  # fmt: skip
+    yield DecodeCase(name="one-sequence-prefixes-alone", tags=one, b=3, h_q=33, scopes=(prefixes,), one_sequence=True)
     for h_q in HEADS:
         yield DecodeCase(name=f"heads-{h_q}", h_q=h_q, b=1, s_q=2, scopes=both, sink="mixed")
     yield DecodeCase(name="heads-130", h_q=130, b=1, scopes=both)
