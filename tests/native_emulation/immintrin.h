@@ -73,3 +73,22 @@ inline simde__m512 _mm512_shuffle_f32x4(simde__m512 a, simde__m512 b, int imm) {
         for (int i = 0; i < 4; ++i) out.at[4 * group + i] = (group < 2 ? x : y).at[4 * ((imm >> (2 * group)) & 3) + i];
     return emulated::vector<simde__m512>(out);
 }
+
+#undef _mm512_madd_epi16  // SIMDe 0.7.4 gives it the masked form's arguments
+inline simde__m512i _mm512_madd_epi16(simde__m512i a, simde__m512i b) {
+    const auto x = emulated::lanes<int16_t, 32>(a), y = emulated::lanes<int16_t, 32>(b);
+    emulated::Lanes<int32_t, 16> out;
+    for (int i = 0; i < 16; ++i) out.at[i] = x.at[2 * i] * y.at[2 * i] + x.at[2 * i + 1] * y.at[2 * i + 1];
+    return emulated::vector<simde__m512i>(out);
+}
+
+#define _mm512_cvtepi32_ps(a) emulated::convert<float, int32_t, 16, simde__m512>(a)
+
+// SIMDe multiplies, rounds and adds; rope's bits need the fused form.
+#undef _mm256_fmadd_ps
+inline simde__m256 _mm256_fmadd_ps(simde__m256 a, simde__m256 b, simde__m256 c) {
+    const auto x = emulated::lanes<float, 8>(a), y = emulated::lanes<float, 8>(b), z = emulated::lanes<float, 8>(c);
+    emulated::Lanes<float, 8> out;
+    for (int i = 0; i < 8; ++i) out.at[i] = __builtin_fmaf(x.at[i], y.at[i], z.at[i]);
+    return emulated::vector<simde__m256>(out);
+}
