@@ -4,8 +4,8 @@
     python tools/gen_docs.py            write them
     python tools/gen_docs.py --check    exit 1 and name the pages that are not current
 
-A page is the operator's docstring, what each implementation accepts (`Limits`) and promises (its tolerance), and an example that the
-test suite runs.
+A page is the operator's docstring, what each implementation accepts (`Limits`) and promises (its tolerance), and an
+example that the test suite runs.
 """
 
 from __future__ import annotations
@@ -191,8 +191,9 @@ def _signature(function: object) -> str:
 def configuration_page() -> str:
     lines = [NOTE + "# Configuration\n"]
     lines.append(
-        "Every environment variable the library reads. A variable is read when it is used, so it may change between two calls; a compiled\n"
-        "graph keeps the value it was traced with. `sparse_mla.config.override(NAME=value)` sets one for the length of a `with` block.\n"
+        "Every environment variable the library reads. A variable is read when it is used, so it may change between\n"
+        "two calls; a compiled graph keeps the value it was traced with. `sparse_mla.config.override(NAME=value)`\n"
+        "sets one for the length of a `with` block.\n"
     )
     lines.append("| variable | default | meaning |\n|---|---|---|")
     for v in config.VARIABLES.values():
@@ -204,15 +205,18 @@ def configuration_page() -> str:
 def errors_page() -> str:
     lines = [NOTE + "# Errors\n"]
     lines.append(
-        "Everything the library raises on purpose derives from `SparseMlaError`. A message is one sentence: operator, argument, what is\n"
-        "expected, what came, and the likely cause. It is raised before any output is written, and it does not change under `python -O`.\n"
+        "Everything the library raises on purpose derives from `SparseMlaError`. A message is one sentence: operator,\n"
+        "argument, what is expected, what came, and the likely cause. It is raised before any output is written, and\n"
+        "it does not change under `python -O`.\n"
     )
     lines.append("| class | also a | when |\n|---|---|---|")
     for name in errors.__all__:
         cls = getattr(errors, name)
         bases = [b.__name__ for b in cls.__bases__ if not issubclass(b, errors.SparseMlaError)]
         parents = [b.__name__ for b in cls.__bases__ if issubclass(b, errors.SparseMlaError)]
-        lines.append(f"| `{name}` | {', '.join(f'`{b}`' for b in (bases or parents))} | {(cls.__doc__ or '').strip()} |")
+        lines.append(
+            f"| `{name}` | {', '.join(f'`{b}`' for b in (bases or parents))} | {(cls.__doc__ or '').strip()} |"
+        )
     lines.append("\n## Examples\n")
     lines.append(
         "```text\n"
