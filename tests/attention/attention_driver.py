@@ -10,8 +10,27 @@ from sparse_mla import dispatch
 from sparse_mla.attention import AttentionWeights, KVPool, StepMetadata, V41Attention, V41Config
 from sparse_mla.attention.linear import rms_norm
 
-BACKENDS = tuple(name for name in dispatch.BACKENDS if dispatch.presence(name) == "" and name != "neuron")
-# one layer of each kind: window, source R=2, reuse, source R=1, reuse, candidates, draft
+STEMS = (  # the operators a layer calls
+    "candidate_blocks",
+    "compress",
+    "index_logits",
+    "index_topk",
+    "load_records",
+    "rope",
+    "sparse_decode",
+    "sparse_prefill",
+    "store_records",
+    "topk",
+)
+
+
+def missing_stems(backend):
+    """Operators of the layer that a backend has no implementation of."""
+    return [stem for stem in STEMS if not any(i.backend == backend for i in dispatch.OPS[stem].implementations)]
+
+
+PRESENT = tuple(name for name in dispatch.BACKENDS if dispatch.presence(name) == "" and name != "neuron")
+BACKENDS = tuple(name for name in PRESENT if not missing_stems(name))
 KINDS = (0, 2, 3, 20, 21, 24, 40)
 # Small enough that selection and candidate blocks bite within 160 tokens.
 SMALL = replace(V41Config.tiny(), index_topk=16, candidate_topk_blocks=6)

@@ -162,6 +162,14 @@ def test_an_unsupported_value_is_refused_by_the_name_of_its_key(key, value):
     assert str(caught.value).count("\n") == 0
 
 
+def test_a_candidate_block_must_not_cross_pages():
+    config = changed("text_config.compress_ratios", [0] * 2 + [2] * 18 + [16] * 20 + [0] * 3)
+    assert V41Config.from_dict(config).candidate_block_size == 8
+    config["text_config"]["candidate_block_size"] = 16
+    with pytest.raises(ArgumentError, match="candidate_block_size"):
+        V41Config.from_dict(config)
+
+
 def test_a_model_without_candidates_or_drafts_is_ordinary():
     config = copy.deepcopy(FLASH["text_config"])
     config["candidate_source_layer_id"] = -1

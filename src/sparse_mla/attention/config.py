@@ -2,12 +2,10 @@
 """The attention's part of a DeepSeek-V4.1 model configuration, from a Hugging Face `config.json` or a preset.
 
 Only what decides the attention is kept; experts, vision and embedding keys are ignored. A value this layer does not
-implement is
-refused with the key's name, never replaced by a default: a checkpoint that needs another number would otherwise run and
-answer wrongly.
-What surprised us: `compress_ratios` covers the draft layers too (40 + 3 entries), `kv_lora_rank` is the part without
-rope, and
-`rms_norm_eps` is 1e-20, far below float32's useful range, which is what keeps rows of zeros finite.
+implement is refused with the key's name, never replaced by a default: a checkpoint that needs another number would
+otherwise run and answer wrongly. What surprised us: `compress_ratios` covers the draft layers too (40 + 3 entries),
+`kv_lora_rank` is the part without rope, and `rms_norm_eps` is 1e-20, far below float32's useful range, which is what
+keeps rows of zeros finite.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 check at the end.
 
 The check feeds the tokens that survived, prompt and accepted ones together, through one prefill per sequence in a fresh
-pool, and compares
-every output row with what chunks and decode steps gave. Hidden states are random; the caches, lists and lengths are
-those of a real run.
+pool, and compares every output row with what chunks and decode steps gave. Hidden states are random; the caches, lists
+and lengths are those of a real run.
 """
 
 from __future__ import annotations

@@ -2,23 +2,17 @@
 """One attention layer of DeepSeek-V4.1: from the normed hidden state to the o-projection's output.
 
 The stages, in order, with the names under which a trace records them (`STAGES` is the list the picture in docs/layer.md
-is drawn from):
-queries go through a low rank, keys and values are one 512-vector per token, the window ring holds the last tokens in
-FP8, a kv source
-pools and stores compressed entries and their index keys, an index source selects entries for each row, and every row
-attends to its window
-and its selected entries under one softmax with a sink.
+is drawn from): queries go through a low rank, keys and values are one 512-vector per token, the window ring holds the
+last tokens in FP8, a kv source pools and stores compressed entries and their index keys, an index source selects
+entries for each row, and every row attends to its window and its selected entries under one softmax with a sink.
 
 Everything between the operators is row-wise with fixed-shape products (linear.py), and a row's window and entries come
-in the same order
-whatever the step looks like. On the reference backend a row's bits therefore do not depend on chunking, on batching, or
-on whether it came
-by prefill or by decode.
+in the same order whatever the step looks like. On the reference backend a row's bits therefore do not depend on
+chunking, on batching, or on whether it came by prefill or by decode.
 
 What surprised us: prefill must not attend to its own unquantized keys. It quantizes them and casts them back, so that
-it sees what decode
-will read; and it reads the history before it stores, because a chunk's stores overwrite ring places that its first rows
-still see.
+it sees what decode will read; and it reads the history before it stores, because a chunk's stores overwrite ring places
+that its first rows still see.
 """
 
 from __future__ import annotations

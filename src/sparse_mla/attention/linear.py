@@ -2,14 +2,11 @@
 """The two row-wise building blocks between the operators: projection and RMSNorm.
 
 A matrix product's bits depend on its shape: the same row, multiplied together with another number of rows, comes out
-different in the
-last place, and behind a top-k that is another selection. Here every product has the same shape whatever the step is: 8
-rows, the last tile
-padded with zeros, and a fixed number of output columns, in float32. A row's bits then depend on that row and the weight
-alone, so chunking,
-batching and verification cannot change them. Tiles share each block of the weight while it is in the cache, which is
-what makes 8 rows
-affordable: about 40 GFLOP/s on two AVX2 cores, where one product per tile over the whole weight gives 10.
+different in the last place, and behind a top-k that is another selection. Here every product has the same shape
+whatever the step is: 8 rows, the last tile padded with zeros, and a fixed number of output columns, in float32. A row's
+bits then depend on that row and the weight alone, so chunking, batching and verification cannot change them. Tiles
+share each block of the weight while it is in the cache, which is what makes 8 rows affordable: about 40 GFLOP/s on two
+AVX2 cores, where one product per tile over the whole weight gives 10.
 """
 
 from __future__ import annotations

@@ -6,17 +6,15 @@
     draft     one block of draft tokens for each sequence, for the draft layers: every row sees the whole block
 
 A row at position p sees the window p - 127 .. p, and the compressed entries c < (p + 1) // R: an entry is visible once
-its last token is,
-and never to the tokens inside it before that. Decode and draft rows address caches by slot. Prefill rows address one
-gathered buffer
+its last token is, and never to the tokens inside it before that. Decode and draft rows address caches by slot. Prefill
+rows address one gathered buffer
 
     history of every sequence (up to 127 tokens)  |  the step's own tokens  |  compressed entries of every sequence
 
 because what a chunk overwrites in the window rings is still inside its first rows' windows.
 
 Index arithmetic is int64 and stored as int32, which is what operators take. `None` in the place of a sequence is
-padding: its rows are
-stored nowhere, see nothing, and come out as zeros.
+padding: its rows are stored nowhere, see nothing, and come out as zeros.
 """
 
 from __future__ import annotations

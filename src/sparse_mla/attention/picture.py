@@ -2,8 +2,8 @@
 """The picture and the table of docs/layer.md, drawn from the stages the code itself records.
 
 A tiny model whose sizes are all different runs one decode step of every kind of layer; each recorded dimension is then
-named by the only
-size it can be. What the page shows is therefore what ran. `python -m sparse_mla.attention.picture docs` writes both.
+named by the only size it can be. What the page shows is therefore what ran. `python -m sparse_mla.attention.picture
+docs` writes both.
 """
 
 from __future__ import annotations

@@ -3,20 +3,17 @@
 compressor rings.
 
     block   128 tokens: for every kv source its index keys, then its compressed records, one region behind the other
-    slot    one sequence: for every layer the last `ring` tokens of its window, and for every pooling source the last
-        rows of its compressor
+    slot    one sequence: for every layer the last `ring` tokens of its window, for every pooling source the last rows
+            of its compressor
 
 Sequences share blocks by reference. `fork` copies nothing but the slot; a block that two sequences hold is copied when
-one of them is about
-to write into it, so a fork can neither see nor change what the other writes. Everything that can fail for want of room
-fails before anything
-is written: `reserve` counts first, copies included.
+one of them is about to write into it, so a fork can neither see nor change what the other writes. Everything that can
+fail for want of room fails before anything is written: `reserve` counts first, copies included.
 
 Rejecting draft tokens only moves a length back. That is enough as long as what the rejected tokens overwrote in the
-rings is older than
-anything still needed; `rollback_budget` is that distance, and going further back is an error instead of a wrong answer
-later.
-Nothing is cleared when a block or a slot is handed on: no length reaches old bytes before new ones are written.
+rings is older than anything still needed; `rollback_budget` is that distance, and going further back is an error
+instead of a wrong answer later. Nothing is cleared when a block or a slot is handed on: no length reaches old bytes
+before new ones are written.
 """
 
 from __future__ import annotations

@@ -2,13 +2,11 @@
 """The attention layers of a model one behind the other: attention norm, attention, residual add, and nothing else.
 
 No embedding, no experts, no head: hidden states go in and come out. That is enough to drive every path of the caches
-(chunked prefill,
-decode, verification, rejection, drafting, forking) the way an engine does, to measure it, and to show where an engine's
-own code goes.
+(chunked prefill, decode, verification, rejection, drafting, forking) the way an engine does, to measure it, and to show
+where an engine's own code goes.
 
 The draft layers of a real model read a projection of three main layers' outputs. That projection is not part of the
-attention, so the mean
-of those outputs stands in for it here.
+attention, so the mean of those outputs stands in for it here.
 """
 
 from __future__ import annotations
@@ -147,8 +145,7 @@ class AttentionStack:
 
     def _run(self, hidden: torch.Tensor, step: StepMetadata, trace: Trace | None) -> torch.Tensor:
         """The main layers of a step, then what the draft layers must know of it. A failure in the middle damages its
-        sequences: their
-        rings are half written."""
+        sequences: their rings are half written."""
         targets: list[torch.Tensor] = []
         residual = hidden
         try:

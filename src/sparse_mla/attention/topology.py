@@ -2,16 +2,14 @@
 """Which layer owns what, and which layer reads whose cache, list and candidate blocks.
 
 A layer with ratio R > 0 reads the compressed cache of the nearest kv source at or before it and the top-k list of the
-nearest index source
-at or before it; index keys live with the kv source. Index sources behind the candidate source search only inside its
-blocks.
+nearest index source at or before it; index keys live with the kv source. Index sources behind the candidate source
+search only inside its blocks.
 
     kind         ratio  owns                                   reads
     window       0      window ring                            -
     source       > 0    ring, compressor, index keys, list     -
-    index        > 0    ring, list                             compressed cache and index keys of its kv source
-    reuse        > 0    ring                                   compressed cache of its kv source, list of its index
-    source
+    index        > 0    ring, list                             cache and index keys of its kv source
+    reuse        > 0    ring                                   cache of its kv source, list of its index source
     draft        0      ring, bidirectional inside its block   -
 """
 
@@ -23,7 +21,7 @@ from itertools import pairwise
 from typing import Literal
 
 from ..errors import ArgumentError
-from .config import V41Config
+from .config import BLOCK_TOKENS, V41Config
 
 __all__ = ["LayerPlan", "LayerTopology"]
 
@@ -148,6 +146,12 @@ class LayerTopology:
         if candidate is not None:
             if candidate not in c.index_source_layer_ids:
                 raise self._refuse("candidate_source_layer_id", f"must be an index source, got {candidate}")
+            if BLOCK_TOKENS // ratios[candidate] % c.candidate_block_size:
+                raise self._refuse(
+                    "candidate_block_size",
+                    f"must divide the {BLOCK_TOKENS // ratios[candidate]} entries of a page at ratio {ratios[candidate]}, "
+                    f"got {c.candidate_block_size}",
+                )
             for layer in c.index_source_layer_ids:
                 if layer > candidate and _nearest(c.kv_source_layer_ids, layer) != _nearest(
                     c.kv_source_layer_ids, candidate

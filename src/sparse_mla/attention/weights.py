@@ -2,18 +2,14 @@
 """The attention's weights of every layer: drawn from a seed, or read from a checkpoint's safetensors files.
 
 `TENSORS` states each tensor once: its name in the checkpoint, its shape, its kind, which layers have it, and how tensor
-parallelism cuts
-it. Everything else here is derived from that table. Names are those of DeepSeek's own release:
-`layers.7.attn.wq_b.weight` with
-`layers.7.attn.wq_b.scale` for main layers, `mtp.0.attn...` for draft layers; a ratio-1 compressor has no gate, and only
-kv sources have
-index keys.
+parallelism cuts it. Everything else here is derived from that table. Names are those of DeepSeek's own release:
+`layers.7.attn.wq_b.weight` with `layers.7.attn.wq_b.scale` for main layers, `mtp.0.attn...` for draft layers; a ratio-1
+compressor has no gate, and only kv sources have index keys.
 
 FP8 tensors are e4m3 with one ue8m0 scale factor per 32 x 32 block; they are decoded to bfloat16, exactly, when their
-layer is first used.
-A checkpoint is data from a stranger: only safetensors is read (no pickle), headers are bounded, shard names cannot
-leave the folder, and
-every tensor's presence, dtype and shape is checked before the first byte of it is read.
+layer is first used. A checkpoint is data from a stranger: only safetensors is read (no pickle), headers are bounded,
+shard names cannot leave the folder, and every tensor's presence, dtype and shape is checked before the first byte of it
+is read.
 """
 
 from __future__ import annotations
@@ -54,10 +50,9 @@ class Shard:
     """One rank of tensor parallelism. Heads are cut evenly; key, index-key and compressor weights are on every rank.
 
     With no more ranks than o-groups a rank owns whole groups. With more, the ranks of a group each multiply their
-    heads' part of its
-    inputs, and since everything behind is linear the sum of the ranks' outputs is still the layer's output.
-    `index_heads`: "replicate" (every rank scores with all index heads) or "shard" (ranks score with theirs and sum the
-    logits).
+    heads' part of its inputs, and since everything behind is linear the sum of the ranks' outputs is still the layer's
+    output. `index_heads`: "replicate" (every rank scores with all index heads) or "shard" (ranks score with theirs and
+    sum the logits).
     """
 
     rank: int = 0
