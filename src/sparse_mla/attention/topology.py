@@ -149,7 +149,8 @@ class LayerTopology:
             if BLOCK_TOKENS // ratios[candidate] % c.candidate_block_size:
                 raise self._refuse(
                     "candidate_block_size",
-                    f"must divide the {BLOCK_TOKENS // ratios[candidate]} entries of a page at ratio {ratios[candidate]}, "
+                    f"must divide the {BLOCK_TOKENS // ratios[candidate]} entries of a page at ratio "
+                    f"{ratios[candidate]}, "
                     f"got {c.candidate_block_size}",
                 )
             for layer in c.index_source_layer_ids:
