@@ -178,6 +178,7 @@ def _demo_layers(backend: str | None, quick: bool, only: str | None, given: tupl
 @click.option("--case", "case_name", help="Only rows whose name contains this.")
 @click.option("--threads", type=int, multiple=True, help="Only these thread counts; may be given twice.")
 @click.option("--quick", is_flag=True, help="A few rows, short measurements, no torch.compile.")
+@click.option("--cost", is_flag=True, help="With --backend simulated: what the cost model estimates for a Trainium.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows to this JSONL file.")
 @click.option(
     "--baseline", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Compare with such a file."
@@ -188,6 +189,7 @@ def bench(
     case_name: str | None,
     threads: tuple[int, ...],
     quick: bool,
+    cost: bool,
     out: Path | None,
     baseline: Path | None,
 ) -> None:
@@ -196,6 +198,11 @@ def bench(
     from .testing.check import require
 
     require(op, backend)
+    if cost:
+        if backend != "simulated":
+            raise click.UsageError("--cost estimates the simulated backend: add --backend simulated.")
+        _print_costs(quick, case_name, out)
+        return
     entries = select_plan(op, case_name, quick=quick)
     if not entries:
         raise click.ClickException("no row of the plan matches.")
@@ -243,6 +250,32 @@ def bench(
     for sentence in regressions:
         console.print(f"REGRESSION {sentence}", markup=False)
     sys.exit(1 if regressions else 0)
+
+
+def _print_costs(quick: bool, name: str | None, out: Path | None) -> None:
+    from .testing.neuron_cost import cost_plan, run_costs, write_costs
+
+    points = [p for p in cost_plan((1, 6) if quick else (1, 6, 128)) if name is None or name in str(p)]
+    if not points:
+        raise click.ClickException("no row of the cost table matches.")
+    with _progress() as progress:
+        task = progress.add_task("estimating", total=len(points))
+        rows = list(
+            run_costs(points, lambda p: progress.update(task, description=f"{p.keys} x {p.rows} rows", advance=1))
+        )
+    table = _table(
+        "family", "keys", "variant", "rows", "heads", "lnc", "estimated us", "boundary us", "bound by", "KV MB"
+    )
+    for r in rows:
+        numbers = [str(r.rows), str(r.heads), str(r.lnc), f"{r.estimated_us:.1f}", f"{r.boundary_us:.0f}", r.bound_by]
+        table.add_row(r.family, r.keys, r.variant, *numbers, f"{r.kv_traffic_bytes / 1e6:.2f}")
+    console = Console()
+    console.print(table)
+    console.print(
+        f"Estimated by the cost model of {rows[0].target}; nothing here was measured on a device.", markup=False
+    )
+    if out is not None:
+        write_costs(out, rows)
 
 
 @commands.command()

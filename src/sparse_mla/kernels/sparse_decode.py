@@ -327,8 +327,8 @@ def _check_prefixes(number: int, seen: Visible, shared: Visible) -> None:
     if bool(differs.any()):
         row, column = differs.nonzero()[0].tolist()
         raise ArgumentError(
-            f"sparse_decode: scopes[{number}].indices must hold prefixes of one list when one_sequence=True and the list "
-            f"is {SHARED_WIDTH} or wider, got another slot in row {row}, column {column}; the rows are not one sequence's."
+            f"sparse_decode: scopes[{number}].indices must hold prefixes of one list when one_sequence=True and lists "
+            f"are {SHARED_WIDTH} or wider, got another slot in row {row}, column {column}; these are several sequences."
         )
 
 

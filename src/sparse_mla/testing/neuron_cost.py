@@ -5,7 +5,8 @@ Every row runs one launch through the simulator and asks its cost model. `estima
 model's nominal constants; `boundary_us`, what one kernel inside a compiled graph costs besides, stands apart. Nothing
 here was measured on a device.
 
-    family    fused: records gathered and decoded by the kernel; bf16_rows: gathered and decoded by torch first
+    family    fused: records gathered and decoded by the kernel; bf16_rows: gathered and decoded by torch first;
+              dense: a chunk of one sequence over all 4,096 slots of its caches, decoded by torch once, with a mask
     variant   native: e4m3 read by the engines (caches of the 224 cap); integer: any e4m3 code; none without e4m3
     traffic   kv_traffic_bytes counts what the keys cost in HBM: each graph node reads its inputs and writes its
     outputs once
@@ -24,6 +25,7 @@ from .. import config
 from ..caches import KVScope, PagedCache
 from ..formats import BF16, HEAD_DIM, V41_FP4, V41_FP8, RecordFormat
 from ..kernels import launch
+from ..kernels.attention import GROUPS_AT_ONCE
 from ..simulator import SimulatorParams, run
 from ..simulator.launch import Run
 
@@ -40,6 +42,7 @@ KEYS: dict[str, tuple[tuple[RecordFormat, int], ...]] = {
 PAGE = 64
 PAGES = 64
 BF16_BYTES = 2 * HEAD_DIM
+DENSE_ROWS = 128  # chunks of a prompt, where a dense pass may win
 # correctness is the tests' business; this wants the records
 PARAMS = SimulatorParams(checks=False, show_warnings=False)
 
@@ -87,24 +90,26 @@ def cost_plan(
         CostPoint(family, variant, keys, n, h, cores)
         for n in rows
         for keys in KEYS
-        for family, variant in _ways(keys)
+        for family, variant in _ways(keys, n)
         for h in heads
         for cores in lnc
     ]
 
 
-def _ways(keys: str) -> tuple[tuple[str, str], ...]:
+def _ways(keys: str, rows: int) -> tuple[tuple[str, str], ...]:
     if keys == "640_bf16":
         return (("bf16_rows", "none"),)
-    return (("fused", "native"), ("fused", "integer"), ("bf16_rows", "native"))
+    ways = (("fused", "native"), ("fused", "integer"), ("bf16_rows", "native"))
+    return (*ways, ("dense", "native")) if rows >= DENSE_ROWS and keys == "640_fp8" else ways
 
 
 def estimate_row(point: CostPoint) -> tuple[CostRow, Run]:
     """Estimate one launch; also the run, whose trace can be saved."""
     from ..ops.sparse_decode import SPARSE_DECODE
-    from .check import forced
 
-    strategy = "fused" if point.family == "fused" or point.keys == "640_bf16" else "row_gather"
+    strategy = {"fused": "fused", "dense": "dense_mask"}.get(point.family, "row_gather")
+    if point.keys == "640_bf16":
+        strategy = "fused"  # rows of a bfloat16 cache are gathered by the kernel itself
     implementation = next(
         i for i in SPARSE_DECODE.implementations if i.backend == "simulated" and i.strategy == strategy
     )
@@ -119,10 +124,9 @@ def estimate_row(point: CostPoint) -> tuple[CostRow, Run]:
     before = launch.EXECUTORS["simulated"]
     launch.EXECUTORS["simulated"] = execute
     try:
-        with forced(implementation), config.override(NEURON_LOGICAL_NC_CONFIG=point.lnc):
-            from ..ops.sparse_decode import sparse_decode
-
-            sparse_decode(**arguments, backend="simulated")
+        with config.override(NEURON_LOGICAL_NC_CONFIG=point.lnc):
+            call = SPARSE_DECODE.call_type.check(**arguments, one_sequence=point.family == "dense")
+            implementation.run(call)  # whether its rule would choose it or not
     finally:
         launch.EXECUTORS["simulated"] = before
     (made,) = runs
@@ -153,6 +157,11 @@ def kv_traffic(point: CostPoint) -> int:
     """HBM bytes that carry keys through the graph of one launch; rows as padded."""
     rows = launch.power_of_two(point.rows)
     total = 0
+    if point.family == "dense":
+        (fmt, _), slots = KEYS[point.keys][0], PAGES * PAGE
+        lanes = 32 if point.heads <= 32 else 64 if point.heads <= 64 else 128
+        passes = -(-(-(-point.rows // point.lnc) * lanes // 128) // GROUPS_AT_ONCE) * point.lnc
+        return slots * (fmt.record_bytes + BF16_BYTES + passes * BF16_BYTES)
     for fmt, topk in KEYS[point.keys]:
         keys = rows * topk
         if point.family == "fused" or fmt is BF16:
