@@ -12,6 +12,7 @@
     |  `- PoolFullError                   the pool has too few free blocks; nothing was allocated
     |- UnsupportedError(RuntimeError)     no backend accepts the call; the message lists each one's reasons
     |  `- BackendUnavailableError         the named backend is not present on this machine
+    |- CollectiveError(RuntimeError)      a collective of a process group failed: a rank died, stalled or left
     |- KernelError(RuntimeError)          the simulator found a fault in a kernel; names file, line and instruction
     `- NotSimulatedError(NotImplementedError)   an instruction the simulator does not model
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 __all__ = [
     "ArgumentError",
     "BackendUnavailableError",
+    "CollectiveError",
     "DTypeError",
     "FormatError",
     "KernelError",
@@ -81,6 +83,10 @@ class UnsupportedError(SparseMlaError, RuntimeError):
 
 class BackendUnavailableError(UnsupportedError):
     """The named backend is not present on this machine."""
+
+
+class CollectiveError(SparseMlaError, RuntimeError):
+    """A collective of a process group failed: a rank died, stalled past the group's timeout, or left."""
 
 
 class KernelError(SparseMlaError, RuntimeError):

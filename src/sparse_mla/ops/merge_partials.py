@@ -183,7 +183,9 @@ def _reference(
         factor = torch.where(lonely, 0.0, 1.0 / total)
         lse = torch.where(lonely, infinity, peak + torch.log(total))
         if attn_sink is not None:
-            factor = factor * torch.sigmoid(torch.where(lonely, 0.0, lse) - attn_sink.to(math))
+            # Not torch.sigmoid: its last elements, past a whole vector, come from other code with other last bits, and
+            # which rows and heads those are depends on the rest of the batch.
+            factor = factor / (1.0 + torch.exp(attn_sink.to(math) - torch.where(lonely, 0.0, lse)))
         acc = torch.zeros(stop - start, h, d, dtype=math, device=out.device)
         for part, value in enumerate(outs):
             scaled = value[start:stop].to(math) * weight[part][:, :, None]
