@@ -8,7 +8,7 @@ import importlib
 
 __all__ = ["MODULES", "load"]
 
-MODULES = ("sparse_decode", "sparse_prefill", "index_logits", "torch_forms")
+MODULES = ("sparse_decode", "sparse_prefill", "index_logits", "topk", "torch_forms")
 
 
 def load() -> None:

@@ -86,7 +86,7 @@ def _pad_inputs(inputs: IndexInputs, groups: int, tokens: int) -> IndexInputs:
     def pad(x: torch.Tensor | None, value: float) -> torch.Tensor | None:
         if x is None:
             return None
-        split = as_bytes(x) if x.dtype.itemsize == 1 else x
+        split = as_bytes_view(x)
         split = split.reshape(count, per_table, *x.shape[1:])
         split = launch.pad_to(launch.pad_to(split, tokens, 1, value), groups, 0, value)
         return split.reshape(groups * tokens, *x.shape[1:])

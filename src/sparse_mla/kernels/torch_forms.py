@@ -93,7 +93,7 @@ def float32_of_bytes(data: torch.Tensor) -> torch.Tensor:
     sign = data[..., 3] >> 7
     field = ((data[..., 3] & 127) << 1) | (data[..., 2] >> 7)
     fraction = ((data[..., 2] & 127) << 16) | (data[..., 1] << 8) | data[..., 0]
-    mantissa = fraction + torch.where(field > 0, 1 << FLOAT32_MANTISSA, 0)
+    mantissa = fraction + ((field > 0).int() << FLOAT32_MANTISSA)
     exponent = field.clamp(min=1) - (FLOAT32_BIAS + FLOAT32_MANTISSA)
     # The mantissa has 24 bits: half of the exponent at a time keeps every product a normal number or exact.
     half = exponent >> 1
@@ -119,7 +119,7 @@ def bytes_of_float32(x: torch.Tensor) -> torch.Tensor:
     bits = _finite_bytes(torch.where(x.abs() < torch.inf, x, 0.0), FLOAT32_MANTISSA)
     bits = torch.where(x.abs() == torch.inf, 0x7F800000, bits)
     bits = torch.where(x == x, bits, 0x7FC00000)
-    high = (bits >> 24) | torch.where(is_negative(x), 128, 0)
+    high = (bits >> 24) | is_negative(x).int() << 7
     return torch.stack((bits & 255, (bits >> 8) & 255, (bits >> 16) & 255, high), dim=-1).to(torch.uint8)
 
 
@@ -127,7 +127,7 @@ def bytes_of_bfloat16(x: torch.Tensor) -> torch.Tensor:
     """uint8 [.., 2 n] of float32 values [.., n] that are bfloat16 numbers; NaN is 0x7FC0."""
     bits = _finite_bytes(torch.where(x.abs() < torch.inf, x, 0.0), BFLOAT16_MANTISSA)
     bits = torch.where(x.abs() == torch.inf, 0x7F80, bits)
-    bits = torch.where(x == x, bits, 0x7FC0) | torch.where(is_negative(x), 0x8000, 0)
+    bits = torch.where(x == x, bits, 0x7FC0) | (is_negative(x).int() << 15)
     return torch.stack((bits & 255, bits >> 8), dim=-1).flatten(-2).to(torch.uint8)
 
 
@@ -140,7 +140,7 @@ def _e4m3_codes(x: torch.Tensor, limit: float) -> torch.Tensor:
     exponent = binary_exponent(magnitude, E4M3_SMALLEST, 8)
     units = torch.round(magnitude * power(E4M3_MANTISSA - exponent)).int()  # torch.round takes ties to even
     code = ((exponent - E4M3_SMALLEST) << E4M3_MANTISSA) + units
-    return code | torch.where(is_negative(x), 128, 0)
+    return code | (is_negative(x).int() << 7)
 
 
 _E2M1_TIES = tuple(((E2M1.value(i) + E2M1.value(i + 1)) / 2, i % 2 == 1) for i in range(7))
@@ -149,10 +149,10 @@ _E2M1_TIES = tuple(((E2M1.value(i) + E2M1.value(i + 1)) / 2, i % 2 == 1) for i i
 def _e2m1_codes(x: torch.Tensor, unit: torch.Tensor | float) -> torch.Tensor:
     """int32 e2m1 codes of x / unit: |x| is held against (boundary * unit), which is exact."""
     magnitude = x.abs()
-    code = torch.where(is_negative(x), 8, 0)
+    code = is_negative(x).int() << 3
     for boundary, tie_goes_up in _E2M1_TIES:
         limit = boundary * unit
-        code = code + torch.where(magnitude >= limit if tie_goes_up else magnitude > limit, 1, 0)
+        code = code + (magnitude >= limit if tie_goes_up else magnitude > limit).int()
     return code
 
 
@@ -162,7 +162,7 @@ def _covering_exponent(amax: torch.Tensor, largest: float) -> torch.Tensor:
     own = binary_exponent(amax, -126, 127)
     half = own >> 1
     fraction = amax * power(-half) * power(half - own)  # 1 <= fraction < 2
-    return own - (exponent - 1) + torch.where(fraction > 2.0 * mantissa, 1, 0)
+    return own - (exponent - 1) + (fraction > 2.0 * mantissa).int()
 
 
 def encode_rows(x: torch.Tensor, fmt: RecordFormat, e4m3_max: int, on_nonfinite: str) -> torch.Tensor:
@@ -190,7 +190,7 @@ def encode_rows(x: torch.Tensor, fmt: RecordFormat, e4m3_max: int, on_nonfinite:
     elif fmt.scale is E4M3FN:
         smallest = E2M1.max * 2.0**-9
         sf = _e4m3_codes(amax.clamp(min=smallest) / E2M1.max, float(e4m3_max))
-        factor = ((sf & 7) + torch.where(sf > 7, 8, 0)).float() * power((sf >> 3).clamp(min=1) - 10)
+        factor = ((sf & 7) + ((sf > 7).int() << 3)).float() * power((sf >> 3).clamp(min=1) - 10)
         codes = _e2m1_codes(groups, factor.unsqueeze(-1))
         nan = E4M3_NAN
     elif fmt.element is E2M1:
