@@ -8,7 +8,16 @@ import importlib
 
 __all__ = ["MODULES", "load"]
 
-MODULES = ("sparse_decode", "sparse_prefill", "index_logits", "topk", "torch_forms")
+MODULES = (
+    "sparse_decode",
+    "index_logits",
+    "topk",
+    "candidate_blocks",
+    "index_topk",
+    "softmax_pool",
+    "compress",
+    "torch_forms",
+)
 
 
 def load() -> None:
