@@ -174,7 +174,9 @@ def of_pages(cache: PagedCache, table: torch.Tensor) -> PagedCache:
 
 def as_good(listed: torch.Tensor, scores: torch.Tensor) -> bool:
     """Whether no entry left out scores above one taken by more than the rounding of scores to bfloat16."""
-    taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, listed.clamp(min=0).long(), listed >= 0)
+    n = scores.shape[1]
+    places = torch.where(listed < 0, n, listed).long()  # column n takes what is no entry
+    taken = torch.zeros((scores.shape[0], n + 1), dtype=torch.bool).scatter_(1, places, True)[:, :n]
     worst = scores.masked_fill(~taken, float("inf")).amin(1)
     best = scores.masked_fill(taken, float("-inf")).amax(1)
     return bool((worst >= best - best.abs() / 64 - 1e-5).all())
