@@ -10,6 +10,7 @@ __all__ = ["MODULES", "load"]
 
 MODULES = (
     "sparse_decode",
+    "sparse_prefill",
     "index_logits",
     "topk",
     "candidate_blocks",

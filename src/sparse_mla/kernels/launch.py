@@ -44,6 +44,7 @@ __all__ = [
     "columns",
     "cores",
     "decode_rows",
+    "dtype_refusal",
     "gather_bytes",
     "gather_refusal",
     "gather_rows",
@@ -173,13 +174,20 @@ class PoolUnits(NamedTuple):
     scale_step: int
 
 
+def dtype_refusal(cache: PagedCache, name: str) -> str:
+    """Why no launch reads a cache of this dtype; "" for uint8 and for bfloat16 rows."""
+    if cache.data.dtype in (torch.uint8, torch.bfloat16):
+        return ""
+    got = str(cache.data.dtype).removeprefix("torch.")
+    return f"{name}.cache must be uint8, got {got}; a dtype view of a graph input is a bitcast, pass its uint8 view"
+
+
 def pool_refusal(cache: PagedCache, name: str) -> str:
     """Why the bytes of a cache cannot be handed to a kernel as one contiguous pool; "" when they can."""
     data = cache.data
-    is_rows = data.dtype == torch.bfloat16
-    if not is_rows and data.dtype != torch.uint8:
-        got = str(data.dtype).removeprefix("torch.")
-        return f"{name}.cache must be uint8, got {got}; a dtype view of a graph input is a bitcast, pass its uint8 view"
+    refused = dtype_refusal(cache, name)
+    if refused:
+        return refused
     if cache.num_slots == 0:
         return f"{name}.cache must hold at least one slot, got an empty pool"
     if not data.is_contiguous():
@@ -325,9 +333,9 @@ def _take_flat(pool: torch.Tensor, first: torch.Tensor, count: int) -> torch.Ten
 def gather_refusal(cache: PagedCache, name: str) -> str:
     """Why `gather_bytes` cannot serve a cache; "" when it can."""
     data = cache.data
-    if data.dtype not in (torch.uint8, torch.bfloat16):
-        got = str(data.dtype).removeprefix("torch.")
-        return f"{name}.cache must be uint8, got {got}; a dtype view of a graph input is a bitcast, pass its uint8 view"
+    refused = dtype_refusal(cache, name)
+    if refused:
+        return refused
     if cache.num_slots == 0 or data.dtype == torch.bfloat16:
         return ""
     unit = (

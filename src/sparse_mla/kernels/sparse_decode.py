@@ -459,6 +459,9 @@ def table_slots() -> int:
 
 
 def _table_rule(call: SparseDecodeCall) -> list[str]:
+    found = [launch.dtype_refusal(scope.cache, f"scopes[{number}]") for number, scope in enumerate(call.scopes)]
+    if any(found):
+        return [sentence for sentence in found if sentence]
     slots = sum([scope.cache.num_slots for scope in call.scopes])
     if slots > table_slots():
         return [f"the caches must hold at most {table_slots()} slots (DEEPINFER_NEURON_ATTN_TABLE_SLOTS), got {slots}"]
