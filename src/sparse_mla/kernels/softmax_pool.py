@@ -4,8 +4,8 @@
 
 Positions lie on partitions, (R, D) on the free axis. Two rows have a form of their own: w = sigmoid(s0 - s1),
 out = l1 + w (l0 - l1), four passes of Vector instead of about eleven per channel; the two agree to float32 rounding.
-The launch makes scores finite first: the largest finite numbers do what infinities mean, -inf a row left out and +inf an
-equal share.
+The launch makes scores finite first: the largest finite numbers do what infinities mean, -inf a row left out and +inf
+an equal share.
 """
 
 from __future__ import annotations
