@@ -10,7 +10,7 @@ import torch
 from attention_driver import BACKENDS, KINDS, SMALL, Run, hidden_rows
 
 from sparse_mla.attention import STAGES, picture
-from sparse_mla.attention.demo import run_layers_demo
+from sparse_mla.attention.demo import LayersReport, run_layers_demo
 from sparse_mla.attention.layer import STAGE_LAYERS
 from sparse_mla.errors import ArgumentError
 
@@ -68,33 +68,58 @@ def test_the_demo_checks_itself_against_one_prefill(backend):
     report = run_layers_demo(
         "tiny",
         backend=backend,
-        prompts=(30, 70),
-        chunk=41,
-        decode_steps=2,
+        prompts=(9, 30),
+        chunk=11,
+        decode_steps=1,
         on_step=lambda what, done, total: seen.append((what, done, total)),
     )
     assert report.passed
     assert report.notes == []
     assert len(report.layers) == 43
-    assert report.verified == 24
-    assert report.accepted + report.rejected == 24
+    assert report.verified == 12
+    assert report.accepted + report.rejected == 12
     assert report.checked_sequences == 2
     assert report.bytes_per_token == 890.0
     assert all(0 <= done <= total for _, done, total in seen)
     assert {what.split(": ")[1] for what, _, _ in seen} == {"drawing weights", "prefill", "decode", "one-shot prefill"}
     values = dict(report.rows())
-    assert values["prompts, tokens"] == "30, 70"
+    assert values["prompts, tokens"] == "9, 30"
     assert values["sequences checked"] == "2 of 2: ok"
 
 
 def test_the_demo_notices_a_wrong_result():
-    report = run_layers_demo("tiny", backend="reference", prompts=(3,), decode_steps=1)
+    report = LayersReport("tiny", (0,), "reference", (3,))
+    assert report.passed
     report.decode_error = 1e-9
     assert not report.passed  # the reference must be exact
     with pytest.raises(ArgumentError, match="preset"):
         run_layers_demo("huge")
     with pytest.raises(ArgumentError, match="1048576"):
         run_layers_demo("tiny", prompts=(1 << 20,))
+
+
+def test_the_command_runs_the_demo():
+    click_testing = pytest.importorskip("click.testing")
+    from sparse_mla.cli import commands
+
+    backend = "native" if "native" in BACKENDS else "reference"
+    arguments = [
+        "demo",
+        "--layers",
+        "--quick",
+        "--preset",
+        "tiny",
+        "--prompt",
+        "4",
+        "--prompt",
+        "7",
+        "--backend",
+        backend,
+    ]
+    result = click_testing.CliRunner().invoke(commands, arguments)
+    assert result.exit_code == 0, result.output
+    for text in ("prefill, tokens/s", "cache bytes per token", "890", "one-shot", "2 of 2: ok"):
+        assert text in result.output
 
 
 @pytest.mark.full

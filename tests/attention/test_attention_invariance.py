@@ -8,6 +8,7 @@ a rounding and, through a near tie, now and then a selection; there the bound is
 layer of each kind.
 """
 
+import functools
 import random
 
 import attention_oracle as oracle
@@ -19,7 +20,7 @@ from sparse_mla.attention import AttentionWeights, KVPool, Shard, StepMetadata, 
 from sparse_mla.attention.linear import project, quantize_activations, rms_norm
 from sparse_mla.caches import gather_records
 
-LOOSE = 2e-2
+LOOSE = 4e-3
 SAME = [name for name in BACKENDS if name != "simulated"]  # the simulator runs the stage tests
 
 
@@ -63,10 +64,12 @@ def assert_same_state(run, sequence, other, twin, backend):
             assert float((a[key] == b[key]).float().mean()) > 0.9, key
 
 
-def one_shot(backend, count, seed=1, **options):
-    run = Run(backend=backend, **options)
+@functools.cache
+def one_shot(backend, count):
+    """A prompt in one step; the run is only looked at afterwards, so tests may share it."""
+    run = Run(backend=backend)
     s = run.pool.allocate()
-    return run, s, run.prefill([s], hidden_rows(SMALL, count, seed), [count])
+    return run, s, run.prefill([s], hidden_rows(SMALL, count, 1), [count])
 
 
 CHUNKS = {
@@ -140,20 +143,20 @@ def test_order_and_composition_of_a_batch_do_not_matter(backend):
             assert_same_state(run, s[n], together[0], together[1][n], backend)
 
 
-@pytest.mark.parametrize("backend", SAME)
-def test_verify_then_reject_leaves_no_trace(backend):
+@pytest.mark.parametrize(("backend", "most"), [*((name, 5) for name in SAME), (SAME[0], 8)])
+def test_verify_then_reject_leaves_no_trace(backend, most):
     """Random drafts and acceptances, a draft pass in front of each, against a run that never saw a rejected token."""
     rng = random.Random(5)
-    run, pure = Run(backend=backend), Run(backend=backend)
+    run, pure = (Run(backend=backend, rows_per_step=max(6, 1 + most)) for _ in range(2))
     s, t = run.pool.allocate(), pure.pool.allocate()
-    hidden, done = hidden_rows(SMALL, 200, 1), 131
+    hidden, done = hidden_rows(SMALL, 240, 1), 131
     run.prefill([s], hidden[:done], [done])
     pure.prefill([t], hidden[:done], [done])
     rejected = 0
     for turn in range(10):
         noise = hidden_rows(SMALL, 5, 100 + turn)
         assert_same(run.draft([s], noise), pure.draft([t], noise), backend, "draft")
-        drafts = rng.randint(0, 5)
+        drafts = rng.randint(0, most)
         accepted = rng.randint(0, drafts)
         rows = hidden[done : done + 1 + drafts].clone()
         # what the target model will not accept
@@ -255,7 +258,7 @@ def test_padding_sequences_change_nothing(backend):
 
 
 @pytest.mark.parametrize(
-    ("k", "n"), [(5120, 1280), (1280, 2048), (4096, 1024), (128, 512), (64, 1024), (512, 128), (128, 4)]
+    ("k", "n"), [(5120, 128), (4096, 40), (1280, 200), (128, 512), (64, 1024), (512, 128), (128, 4)]
 )
 def test_a_row_does_not_depend_on_how_many_come_with_it(k, n):
     generator = torch.Generator().manual_seed(k + n)
@@ -305,7 +308,7 @@ def test_ranks_add_up_to_the_whole(size, index_heads):
     from dataclasses import replace
 
     config = replace(SMALL, num_attention_heads=8, o_groups=4)
-    layers, count = (0, 2, 20, 24), 90
+    layers, count = (0, 2, 20, 24), 50
     hidden = hidden_rows(config, count, 1)
 
     class Sum:
@@ -326,7 +329,7 @@ def test_ranks_add_up_to_the_whole(size, index_heads):
         pool = KVPool(config, num_blocks=4, num_sequences=1, layers=layers)
         attention = V41Attention(config, weights, backend="reference", reduce=reduce)
         s, found = pool.allocate(), []
-        for build, rows in (("prefill", slice(0, 80)), ("decode", slice(80, 86)), ("decode", slice(86, 90))):
+        for build, rows in (("prefill", slice(0, 40)), ("decode", slice(40, 46)), ("decode", slice(46, 50))):
             step = getattr(StepMetadata, build)(pool, [s], [rows.stop - rows.start])
             found.append([attention.forward(hidden[rows], layer, step, pool) for layer in pool.layers])
             step.commit()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights: a checkpoint's bytes decode exactly, ranks cut what they own, and a broken file is one clear error."""
 
+import functools
 import json
 import struct
 import time
@@ -27,9 +28,14 @@ TINY = V41Config.tiny()
 LAYERS = (0, 2, 3, 20, 24, 40)
 
 
-def checkpoint(layers=LAYERS, seed=0):
+def checkpoint(layers=LAYERS):
     """A release's tensors of some layers: FP8 with ue8m0 blocks, norms in bfloat16, the sink in float32."""
-    weights, tensors = AttentionWeights.random(TINY, seed=seed), {}
+    return dict(_tensors(tuple(layers)))
+
+
+@functools.cache
+def _tensors(layers):
+    weights, tensors = AttentionWeights.random(TINY, seed=0), {}
     topology = LayerTopology(TINY)
     for layer in layers:
         held = weights.layer(layer)
