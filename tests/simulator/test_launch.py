@@ -478,3 +478,20 @@ def test_scan_fast_path_gives_the_bits_of_the_recurrence(op1: str, plain: bool) 
         state = getattr(np, op1)(a[:, i] * state, b[:, i])
         expected[:, i] = state
     assert (launch(kernel, a, b, s).value == expected).all()
+
+
+@pytest.mark.parametrize("aws_compat", [False, True])
+def test_exchanges_in_a_row_keep_apart(aws_compat: bool) -> None:
+    def kernel(a: Any) -> Any:
+        core = nl.program_id(0)
+        out = nl.ndarray((2, 2, 128, 4), nl.float32, nl.shared_hbm, name="out")
+        for step in range(2):
+            mine = nl.ndarray((128, 4 + step), nl.float32, nl.sbuf)
+            other = nl.ndarray((128, 4 + step), nl.float32, nl.sbuf)
+            nisa.memset(dst=mine, value=10.0 * step + core)
+            nisa.sendrecv(src=mine, dst=other, send_to_rank=1 - core, recv_from_rank=1 - core, pipe_id=0)
+            nisa.dma_copy(dst=out[core, step], src=other[:, 0:4])
+        return out
+
+    value = launch(kernel, np.zeros((1, 1), np.float32), grid=2, aws_compat=aws_compat).value
+    np.testing.assert_array_equal(value[:, :, 0, 0], [[1.0, 11.0], [0.0, 10.0]])

@@ -226,6 +226,13 @@ class Launch:
         self.pause: Callable[[Machine], None] | None = None  # lets the other core run, set by the launcher
 
 
+# instructions behind tile functions, whose own names a kernel's author never wrote
+_PUBLIC = {
+    "select_tile": "nl.where", "replicate_partition": "nl.broadcast_to", "elementwise_function": "nl function",
+    "fill_hbm": "nl.full", "load_identity": "nl.shared_identity_matrix",
+}  # fmt: skip
+
+
 class Accumulators:
     """Reduction registers of one engine: a float32 per lane (partition), and whether anything defined is in it."""
 
@@ -279,6 +286,10 @@ class Machine:
         self.rng_state: Any = None
         self.pending: list[NkiTensor] = []  # index tiles the current instruction read
 
+    def called(self) -> str:
+        """What the kernel called, as messages name it."""
+        return _PUBLIC.get(self.opcode, self.opcode) or "kernel"
+
     # -- refusing ------------------------------------------------------------------------------------------------
 
     def where(self) -> tuple[str, int]:
@@ -288,7 +299,7 @@ class Machine:
     def fail(self, check: int, message: str) -> NoReturn:
         """Refuse: one sentence with instruction, operand, limit, target, file and line."""
         file, line = self.where()
-        error = KernelError(f"{self.opcode or 'kernel'}: {message} ({self.target.name}) - {short_path(file)}:{line}")
+        error = KernelError(f"{self.called()}: {message} ({self.target.name}) - {short_path(file)}:{line}")
         error.check = check  # type: ignore[attr-defined]
         raise error
 
@@ -307,7 +318,7 @@ class Machine:
         if known is not None:
             known.count += 1
             return
-        text = f"{self.opcode or 'kernel'}: {message} ({self.target.name}) - {short_path(file)}:{line}"
+        text = f"{self.called()}: {message} ({self.target.name}) - {short_path(file)}:{line}"
         self.launch.warnings[key] = WarningRecord(check, text, file, line, level=level)
         if self.params.show_warnings and not quiet:
             warnings.warn(SimulatorWarning(text), stacklevel=1)
@@ -339,7 +350,7 @@ class Machine:
         if not self.checks:
             return t
         if t.memory not in memories:
-            self.fail(check, f"{role} must be in {' or '.join(memories).upper()}, got {t.memory.upper()} {t.brief()}")
+            self.fail(check, f"{role} must be in {' or '.join(memory.upper() for memory in memories)}, got {t.memory.upper()} {t.brief()}")
         if rule and not t.legal:
             if t.memory != HBM:
                 self.partition_rule(role, t)
@@ -364,17 +375,17 @@ class Machine:
             self.fail(2, f"{role} {t.brief()} starts at partition {start}; {count} partitions may start at {legal}")
 
     def same_start(self, **tiles: Any) -> None:
-        """Inputs of one instruction sit on the same partitions."""
+        """Inputs of one instruction that lie in one memory sit on the same partitions. AWS's router kernel adds PSUM
+        partitions 32.. to SBUF partitions 0.., so two memories may differ."""
         if not self.checks:
             return
-        first: tuple[str, int] | None = None
+        first: dict[str, tuple[str, int]] = {}
         for role, t in tiles.items():
             if type(t) is not _tensor_type() or t.memory == HBM:
                 continue
-            if first is None:
-                first = (role, t.p0)
-            elif t.p0 != first[1]:
-                self.fail(4, f"{role} starts at partition {t.p0} but {first[0]} at {first[1]}; inputs must start alike")
+            name, start = first.setdefault(t.memory, (role, t.p0))
+            if t.p0 != start:
+                self.fail(4, f"{role} starts at partition {t.p0} but {name} at {start}; inputs must start alike")
 
     def same_size(self, **tiles: NkiTensor) -> None:
         """Same partitions and same number of elements per partition; nothing is broadcast implicitly."""

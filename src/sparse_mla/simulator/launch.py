@@ -330,6 +330,7 @@ class _Cores:
         self.state: list[str] = ["ready"] * n
         self.keys: list[Any] = [None] * n
         self.payload: list[Any] = [None] * n
+        self.exchanged: dict[int, Any] = {}
         self.position: list[tuple[str, str, int]] = [("", "", 0)] * n
         self.result: list[Any] = [None] * n
         self.error: BaseException | None = None
@@ -380,6 +381,7 @@ class _Cores:
     def _meet_or_deadlock(self) -> None:
         if all(s == "waiting" for s in self.state) and len(set(self.keys)) == 1:
             self.state = ["ready"] * len(self.state)
+            self.exchanged = dict(enumerate(self.payload))  # the first to go on may bring the next before others look
             return
         texts = []
         for core, state in enumerate(self.state):
@@ -421,7 +423,7 @@ class _Cores:
         self.go[core].acquire()
         if self.aborting:
             raise _Abort
-        return dict(enumerate(self.payload))
+        return self.exchanged
 
 
 # -- results ------------------------------------------------------------------------------------------------------
