@@ -218,7 +218,7 @@ class Op:
         name = default_backend() if backend is None else backend
         if name != "auto":
             _require_backend(self.stem, name)
-        refused = []
+        refused: list[tuple[Implementation, list[str]]] = []
         for candidate in self.candidates(name):
             reasons = candidate.refusals(call)
             if not reasons:
