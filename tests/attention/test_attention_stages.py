@@ -168,7 +168,9 @@ def test_compressor_and_index_keys(finished, layer):
             assert oracle.error(score, oracle.linear(hidden, w.compressor_wgate)) < 1e-6
             exact, plain = oracle.pool(score, latent, ratio), oracle.pool(score, latent, ratio, torch.bfloat16)
             oracle.within_twice_plain(get("pooled"), exact, plain, "pooled")
-            assert bool(((get("pooled").double() - exact).abs() <= exact.abs() * 2**-8 + 1e-30).all())
+            # one bfloat16 step, plus float32's error of the terms where two latents cancel
+            allowed = exact.abs() * 2**-8 + 1e-6 * float(latent.abs().max())
+            assert bool(((get("pooled").double() - exact).abs() <= allowed).all())
         assert get("pooled").shape[0] == entries  # every closed group, and nothing else
         turn = angle(run, layer, [e * ratio for e in range(entries)])
         for stage, vector in (("pooled", w.compressor_norm), ("index_k", w.index_k_norm)):
