@@ -7,6 +7,7 @@ nearest value (even code on ties), integers to the nearest integer (even on ties
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -38,16 +39,21 @@ def cast(values: Any, dtype: np.dtype[Any]) -> Any:
         return values.astype(dtype)
 
 
+@functools.cache
+def finite_codes(dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    """Codes of the finite values that are not negative, ascending, and those values."""
+    codes = np.arange(1 << 8 * dtype.itemsize - 1).astype(f"u{dtype.itemsize}")
+    with np.errstate(invalid="ignore"):
+        values = codes.view(dtype).astype(np.float64)
+    finite = np.isfinite(values)
+    return codes[finite], values[finite]
+
+
 def nearest(values: Any, dtype: np.dtype[Any]) -> Any:
     """Codes of the nearest representable values, ties to the even code, by searching the whole one- or two-byte type;
     finite values only."""
     unsigned = np.dtype(f"u{dtype.itemsize}")
-    codes = np.arange(1 << 8 * dtype.itemsize, dtype=np.uint32).astype(unsigned)
-    table = codes.view(dtype).astype(np.float64)
-    half = codes[: len(codes) // 2]
-    magnitudes = table[: len(half)]
-    finite = np.isfinite(magnitudes)
-    half, magnitudes = half[finite], magnitudes[finite]  # ascending
+    half, magnitudes = finite_codes(dtype)
     wide = np.abs(np.asarray(values, np.float64))
     at = np.clip(np.searchsorted(magnitudes, wide), 1, len(magnitudes) - 1)
     low, high = wide - magnitudes[at - 1], magnitudes[at] - wide

@@ -350,7 +350,8 @@ class Machine:
         if not self.checks:
             return t
         if t.memory not in memories:
-            self.fail(check, f"{role} must be in {' or '.join(memory.upper() for memory in memories)}, got {t.memory.upper()} {t.brief()}")
+            legal = " or ".join([memory.upper() for memory in memories])
+            self.fail(check, f"{role} must be in {legal}, got {t.memory.upper()} {t.brief()}")
         if rule and not t.legal:
             if t.memory != HBM:
                 self.partition_rule(role, t)
