@@ -266,10 +266,13 @@ def _store_records(call: StoreRecordsCall, backend: str) -> None:
         _require_finite(call.x, slots)
     if call.cache.num_slots == 0 or slots.shape[0] == 0:
         return
-    step = max(1, min(STORE_ROWS, call.memory_limit // (fmt.elements * ELEMENT_SCRATCH)))
+    step = min(STORE_ROWS, launch.power_of_two(call.memory_limit // (fmt.elements * ELEMENT_SCRATCH) + 1) // 2)
     for start in range(0, slots.shape[0], step):
         part = slots[start : start + step].to(torch.int32)
-        records = encode_rows(call.x[start : start + step], fmt, call.cache.e4m3_max, call.on_nonfinite)
+        padded = launch.power_of_two(part.shape[0])
+        x = launch.pad_to(call.x[start : start + step], padded, 0, 0.0)
+        part = launch.pad_to(part, padded, 0, -1)
+        records = encode_rows(x, fmt, call.cache.e4m3_max, call.on_nonfinite)
         _store(call.cache, part, records)
 
 
