@@ -10,6 +10,7 @@ After os.fork() a child runs on one thread: the OpenMP pool does not survive the
 
 from __future__ import annotations
 
+import importlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -29,17 +30,18 @@ from ..ops.sparse_decode import SPARSE_DECODE, SparseDecodeCall, check_slots, fa
 from ..ops.sparse_prefill import SCHEMA as PREFILL_SCHEMA
 from ..ops.sparse_prefill import SPARSE_PREFILL, SparsePrefillCall, check_lengths, fake_prefill
 
+_native: Any = None
+_WHY_ABSENT = ""
 try:
-    from .. import _native
+    _native = importlib.import_module("sparse_mla._native")
 except ImportError as error:  # a checkout without a compiler, or an extension built for another Python
-    _native = None
     _WHY_ABSENT = f"the extension sparse_mla._native was not built ({error}); a C++20 compiler and CMake build it"
 
 __all__ = ["KINDS", "cpu_target", "presence", "targets"]
 
 
 def presence() -> str:
-    """ "" when native calls can run here, else why not."""
+    """Why native calls cannot run here; empty when they can."""
     if _native is None:
         return _WHY_ABSENT
     try:
