@@ -14,7 +14,7 @@ from .index_cases import CANDIDATE_CASES, INDEX_LOGITS_CASES, INDEX_TOPK_CASES, 
 from .pooling_cases import COMPRESS_CASES, POOL_CASES, ROPE_CASES
 from .record_cases import LOAD_CASES, STORE_CASES
 
-__all__ = ["ALL_CASES", "cases_of", "select", "suits"]
+__all__ = ["ALL_CASES", "cases_of", "is_long", "select", "suits"]
 
 ALL_CASES: tuple[Case, ...] = (
     *DECODE_CASES,
@@ -33,6 +33,7 @@ ALL_CASES: tuple[Case, ...] = (
 
 SIMULATED_FLOPS = 2**28  # the simulator executes instruction by instruction in numpy: cases above this are trimmed away
 SIMULATED_BYTES = 2**24
+SIMULATED_QUICK_BYTES = 2**22  # the short run takes those up to here: three quarters of them, in half of the time
 
 
 def cases_of(op: str) -> tuple[Any, ...]:
@@ -54,6 +55,11 @@ def suits(implementation: Implementation, case: Case) -> bool:
     if implementation.backend != "simulated":
         return True
     return case.flops <= SIMULATED_FLOPS and case.nbytes <= SIMULATED_BYTES
+
+
+def is_long(implementation: Implementation, case: Case) -> bool:
+    """Whether only the long run takes this pair: the case says so, or it is a large one for the simulator."""
+    return case.is_full or (implementation.backend == "simulated" and case.nbytes > SIMULATED_QUICK_BYTES)
 
 
 _names = [str(case) for case in ALL_CASES]
