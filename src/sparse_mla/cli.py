@@ -5,14 +5,17 @@ over the library."""
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 try:
     import click
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
     from rich.table import Table
 except ModuleNotFoundError as missing:
     raise SystemExit(
@@ -21,6 +24,9 @@ except ModuleNotFoundError as missing:
 
 from .dispatch import BACKENDS
 from .errors import SparseMlaError
+
+if TYPE_CHECKING:
+    from .testing.bench import BenchRow
 
 __all__ = ["main"]
 
@@ -183,6 +189,10 @@ def _demo_layers(backend: str | None, quick: bool, only: str | None, given: tupl
 @click.option(
     "--baseline", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Compare with such a file."
 )
+@click.option("--scaling", is_flag=True, help="Instead: how cost grows with context, batch, heads, keys and threads.")
+@click.option(
+    "--plot", type=click.Path(file_okay=False, path_type=Path), help="Also write charts and report.html to this folder."
+)
 def bench(
     op: str | None,
     backend: str | None,
@@ -192,6 +202,8 @@ def bench(
     cost: bool,
     out: Path | None,
     baseline: Path | None,
+    scaling: bool,
+    plot: Path | None,
 ) -> None:
     """Time the backends against torch and against the machine. Exit code 1 on a regression beyond noise."""
     from .testing.bench import compare_baseline, run_plan, select_plan, write_jsonl
@@ -202,6 +214,15 @@ def bench(
         if backend != "simulated":
             raise click.UsageError("--cost estimates the simulated backend: add --backend simulated.")
         _print_costs(quick, case_name, out)
+        return
+    if (scaling or plot is not None) and backend not in (None, "native", "reference"):
+        raise click.UsageError(f"--scaling and --plot measure on this CPU: --backend {backend} does not fit.")
+    if plot is not None:
+        from .testing.plots import require_matplotlib
+
+        require_matplotlib()
+    if scaling:
+        _print_scaling(quick, backend, out, plot)
         return
     entries = select_plan(op, case_name, quick=quick)
     if not entries:
@@ -246,10 +267,44 @@ def bench(
         console.print(sentence, markup=False, highlight=False)
     if out is not None:
         write_jsonl(rows, out)
+    if plot is not None:
+        _write_report(plot, rows, quick=quick, backend=backend, skipped=skipped)
     regressions = [] if baseline is None else compare_baseline(rows, baseline)
     for sentence in regressions:
         console.print(f"REGRESSION {sentence}", markup=False)
     sys.exit(1 if regressions else 0)
+
+
+def _print_scaling(quick: bool, backend: str | None, out: Path | None, plot: Path | None) -> None:
+    from .testing.report import facts, settings
+    from .testing.scaling import markdown, run_sweeps, sweeps, write_scaling
+
+    chosen = sweeps(quick=quick)
+    with _progress() as progress:
+        task = progress.add_task("starting", total=len(chosen))
+        step = partial(_advance, progress, task)
+        rows = list(run_sweeps(chosen, backend=backend, **settings(quick), on_sweep=step))
+    for name, value in facts().items():
+        click.echo(f"{name}: {value}  ")
+    click.echo(f"\n{markdown(chosen, rows)}")
+    if out is not None:
+        write_scaling(rows, out)
+    if plot is not None:
+        _write_report(plot, [], quick=quick, backend=backend, chosen=chosen, scaling=rows)
+
+
+def _write_report(plot: Path, rows: list[BenchRow], **given: Any) -> None:
+    from .testing.report import make_report
+
+    with _progress() as progress:
+        task = progress.add_task("starting", total=None)
+        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        path = make_report(plot, rows, command=command, on_step=partial(_advance, progress, task), **given)
+    click.echo(f"wrote {path}")
+
+
+def _advance(progress: Progress, task: TaskID, name: str) -> None:
+    progress.update(task, description=name[:32], advance=1)
 
 
 def _print_costs(quick: bool, name: str | None, out: Path | None) -> None:
@@ -331,6 +386,28 @@ def simulate(
         click.echo(f"wrote {result.trace.save(trace)}; open it at ui.perfetto.dev")
     if png is not None:
         click.echo(f"wrote {result.trace.save_png(png)}")
+
+
+@commands.command()
+@click.option("--backend", type=click.Choice(("neuron", "simulated")), help="The default is neuron where it is present.")
+@click.option("--probe", "names", multiple=True, help="Only this question (A1 .. A15); may be given several times.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the table to this file too.")
+def probe(backend: str | None, names: tuple[str, ...], out: Path | None) -> None:
+    """Settle what Neuron's documentation leaves open, with small kernels. Prints a table for an issue."""
+    from .dispatch import presence
+    from .kernels.probe import heading, run_probes, table
+
+    chosen = backend or ("neuron" if presence("neuron") == "" else "simulated")
+    absent = presence(chosen)
+    if absent:
+        raise click.ClickException(f"backend {chosen!r} is not available here: {absent}")
+    results = run_probes(chosen, names)
+    text = table(results, heading(chosen))
+    click.echo(text)
+    if out is not None:
+        out.write_text(text + "\n")
+    # On a device a difference is an answer; on the simulator it is a fault of ours.
+    sys.exit(1 if chosen == "simulated" and not all(r.agrees for r in results) else 0)
 
 
 def _progress() -> Progress:
