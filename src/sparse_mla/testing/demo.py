@@ -31,7 +31,7 @@ import torch
 
 from ..caches import KVScope, PagedCache, allocate
 from ..dispatch import default_backend, explain
-from ..errors import ArgumentError, DTypeError, ShapeError
+from ..errors import ArgumentError, DTypeError, FormatError, ShapeError
 from ..formats import BF16, HEAD_DIM, INDEX_DIM, INDEX_FP4, V41_FP4, V41_FP8, encode_query
 from ..ops.index_logits import PagedKeys, index_logits
 from ..ops.sparse_decode import sparse_decode
@@ -48,6 +48,8 @@ T = TypeVar("T")
 SEED = 41
 WINDOW, RING, RATIO, TOPK, PAGE = 128, 134, 2, 512, 64
 SOFTMAX_SCALE = HEAD_DIM**-0.5
+MAX_INPUT_BYTES = 256 << 30
+MAX_HEADER_BYTES = 1 << 20  # seven tensors need a kilobyte
 SIMULATED_SHAPES = {"sequences": 2, "heads": 16, "entries": 4096}  # a few seconds instead of minutes
 
 
@@ -110,11 +112,34 @@ def make_inputs(
     )
 
 
+def _check_file(path: Path) -> None:
+    """Refuse, before the reader maps or parses anything, what cannot be an input: a file from a stranger."""
+    if not path.is_file():
+        raise FormatError(f"demo: {path.name} must be a safetensors file, got no regular file of that name.")
+    size = path.stat().st_size
+    if size > MAX_INPUT_BYTES:
+        raise FormatError(f"demo: {path.name} must be at most {MAX_INPUT_BYTES} bytes, got {size}.")
+    with open(path, "rb") as stream:
+        prefix = stream.read(8)
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > size - 8 or length > MAX_HEADER_BYTES:
+        raise FormatError(
+            f"demo: {path.name} must begin with the length of its header, at most {MAX_HEADER_BYTES} bytes, "
+            f"got {length} in a file of {size}; truncated, or no safetensors file."
+        )
+
+
 def load_inputs(path: Path) -> DemoInputs:
     """The tensors of a safetensors file, checked against the module's table."""
-    from safetensors.torch import load_file
+    from safetensors import SafetensorError, safe_open
 
-    found = load_file(str(path))
+    _check_file(path)
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as handle:
+            present = set(handle.keys())
+            found = {name: handle.get_tensor(name) for name in INPUT_NAMES if name in present}
+    except (SafetensorError, OSError, ValueError, OverflowError) as error:
+        raise FormatError(f"demo: {path.name} must be a valid safetensors file; {str(error)[:300]}.") from None
     missing = [name for name in INPUT_NAMES if name not in found and name != "attn_sink"]
     if missing:
         raise ArgumentError(f"demo: {path.name} must hold {', '.join(INPUT_NAMES)}, got no {', '.join(missing)}.")
