@@ -298,7 +298,7 @@ def _write_report(plot: Path, rows: list[BenchRow], **given: Any) -> None:
 
     with _progress() as progress:
         task = progress.add_task("starting", total=None)
-        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        command = shlex.join(["sparse-mla", *sys.argv[1:]])
         path = make_report(plot, rows, command=command, on_step=partial(_advance, progress, task), **given)
     click.echo(f"wrote {path}")
 
@@ -389,7 +389,7 @@ def simulate(
 
 
 @commands.command()
-@click.option("--backend", type=click.Choice(("neuron", "simulated")), help="The default is neuron where it is present.")
+@click.option("--backend", type=click.Choice(("neuron", "simulated")), help="The default is neuron where present.")
 @click.option("--probe", "names", multiple=True, help="Only this question (A1 .. A15); may be given several times.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the table to this file too.")
 def probe(backend: str | None, names: tuple[str, ...], out: Path | None) -> None:

@@ -421,7 +421,7 @@ def score_rows(part: Groups, keys: torch.Tensor, backend: str) -> torch.Tensor:
     """[groups, tokens, n] fp32 of decoded keys [groups, n, 128], n a multiple of 128."""
     q, w = _kernel_operands(part)
     groups, tokens = part.lengths.shape
-    out = launch.call_kernel(
+    out: torch.Tensor = launch.call_kernel(
         backend, weighted_scores, q=q, k=keys.reshape(-1, INDEX_DIM).contiguous(), w=w, groups=groups
     )
     return out.reshape(groups, tokens, -1)

@@ -46,7 +46,7 @@ class NeuronShape(NamedTuple):
     """One shape of one operator."""
 
     op: str
-    rows: int  # a power of two
+    rows: int
     description: str
     arguments: dict[str, Any]  # of the public operator; nothing in them is read
 
@@ -71,14 +71,18 @@ class Warmed(NamedTuple):
 
 
 def neuron_shapes(config: EngineConfig) -> list[NeuronShape]:
-    """Every launch shape of the steps in `config.rows`; counts that pad to the same power of two appear once."""
+    """Every launch shape of the steps in `config.rows`.
+
+    Attention is compiled for each row count, since its kernel is told how many of its padded rows are real; of the
+    other operators, counts that pad to the same power of two share a shape."""
     if not config.rows or min(config.rows) < 1:
         raise ArgumentError(f"neuron_shapes: rows must be row counts of at least 1, got {list(config.rows)}.")
     shapes = []
-    for rows in sorted({power_of_two(n) for n in config.rows}):
+    for rows in sorted(set(config.rows)):
         shapes.append(_attention(config, rows, with_compressed=False))
         if config.compressed_cache is not None:
             shapes.append(_attention(config, rows, with_compressed=True))
+    for rows in sorted({power_of_two(n) for n in config.rows}):
         if config.index_cache is not None and config.max_context_len > 0:
             shapes.append(_logits(config, rows, config.index_cache))
             shapes.append(_selection(config, rows))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, type-arg, index, union-attr, assignment"
 """NKI kernels of index scores: out[t, k] = sum over heads of relu(q[t, h] . key[k]) * w[h, t].
 
 One body for keys that arrive as bfloat16 rows and for keys decoded on chip from index pages. A *section* is s
