@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sparse_mla import config, simulator
-from sparse_mla.errors import ArgumentError, DTypeError, KernelError
+from sparse_mla.errors import ArgumentError, DTypeError, KernelError, NotSimulatedError
 from sparse_mla.simulator import isa as nisa
 from sparse_mla.simulator import language as nl
 
@@ -495,3 +495,85 @@ def test_exchanges_in_a_row_keep_apart(aws_compat: bool) -> None:
 
     value = launch(kernel, np.zeros((1, 1), np.float32), grid=2, aws_compat=aws_compat).value
     np.testing.assert_array_equal(value[:, :, 0, 0], [[1.0, 11.0], [0.0, 10.0]])
+
+
+def test_tiles_placed_by_address_count_up_to_their_highest_byte() -> None:
+    def kernel(side_by_side: bool) -> None:
+        for i in range(2):  # two names for the same bytes, or two quadrants of the same columns
+            address = (32 * i if side_by_side else 0, 0)
+            t = nl.ndarray((32, 30000), nl.float32, address=address)
+            kept.append(t)
+            nisa.memset(dst=t, value=0.0)
+        for t in kept if side_by_side else kept[1:]:
+            nisa.tensor_copy(dst=t, src=t)
+        kept.clear()
+
+    for side_by_side in (True, False):
+        kept: list[Any] = []
+        assert launch(kernel, side_by_side).sbuf_peaks[0].amount == 120000
+
+
+def test_running_out_of_usable_bytes_is_shown() -> None:
+    def kernel() -> None:
+        tiles = [nl.zeros((128, 11000), nl.float32) for _ in range(5)]
+        for t in tiles:
+            nisa.tensor_copy(dst=t, src=t)
+
+    with pytest.warns(simulator.SimulatorWarning, match="212984 B usable"):
+        simulator.run(kernel, params=simulator.SimulatorParams(gen=3))
+
+
+def test_comparing_run_time_values_with_numbers_is_refused() -> None:
+    def kernel(x: Any) -> None:
+        register = nisa.register_alloc(3)
+        assert register != None  # noqa: E711 - how kernels ask for a missing argument
+        assert x != None  # noqa: E711
+        assert x == x
+        for value in (x, register):
+            with pytest.raises(KernelError, match=r"Python (operators|arithmetic)"):
+                _ = value == 3
+        for wide in (1 << 32, -(1 << 31) - 1):
+            with pytest.raises(KernelError, match="32-bit register"):
+                nisa.register_move(register, wide)
+
+    launch(kernel, random((4, 4)))
+
+
+def test_the_loop_index_belongs_to_the_loop() -> None:
+    def kernel() -> None:
+        def body(i: Any) -> None:
+            nisa.register_move(i, 7)
+
+        nl.fori_loop(0, 2, body)
+
+    with pytest.raises(KernelError, match="only the loop changes"):
+        launch(kernel)
+
+
+def test_arguments_no_check_foresaw_still_name_the_kernel_line() -> None:
+    def kernel(x: Any) -> None:
+        t = put(x)
+        nisa.tensor_reduce(dst=t, op=nl.add, data=t, axis=("one",))
+
+    words = r"tensor_reduce: cannot run with these arguments.*test_launch\.py:\d+$"
+    with pytest.raises(KernelError, match=words) as caught:
+        launch(kernel, random((4, 4)))
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_gathers_inside_compute_instructions_are_refused_by_name() -> None:
+    def kernel() -> None:
+        t = nl.zeros((16, 8), nl.float32)
+        nisa.tensor_copy(dst=t, src=t.indirect(nl.zeros((16, 1), nl.uint16)))
+
+    with pytest.raises(NotSimulatedError, match="indirect"):
+        launch(kernel, gen=4)
+
+
+def test_arithmetic_on_packed_types_is_refused() -> None:
+    def kernel() -> None:
+        t = nl.zeros((16, 8), nl.float8_e4m3fn_x4)
+        nisa.tensor_copy(dst=nl.ndarray((16, 8), nl.float32), src=t)
+
+    with pytest.raises(KernelError, match="packed types"):
+        launch(kernel, gen=4)

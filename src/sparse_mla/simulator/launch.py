@@ -13,6 +13,7 @@ import functools
 import inspect
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from .. import config
 from ..errors import ArgumentError, DTypeError, KernelError
 from . import dtypes, target
 from .blas import single_threaded
-from .core import Array, Launch, Machine, Record, WarningRecord, activate, running, short_path
+from .core import Array, Launch, Machine, Record, SimulatorWarning, WarningRecord, activate, running, short_path
 from .memory import HBM, PSUM, SBUF, Peak, Storage, psum_peak, sbuf_peak
 from .params import SimulatorParams
 from .report import report
@@ -476,10 +477,6 @@ def _check_output(launch: Launch, i: int, t: NkiTensor, elsewhere: list[Any]) ->
         text = f"{launch.name}: output {i} {t.brief()} has elements never written ({machine.target.name}), {where}"
         launch.warnings[key] = WarningRecord(47, text, *st.source)
         if launch.params.show_warnings:
-            import warnings
-
-            from .core import SimulatorWarning
-
             warnings.warn(SimulatorWarning(text), stacklevel=4)
 
 
@@ -504,9 +501,10 @@ def _capacity(launch: Launch) -> tuple[list[Peak], list[Peak]]:
         if s.amount > facts.usable_sbuf_bytes:
             text = _peak_text("SBUF", f"{s.amount} B per partition", f"{facts.usable_sbuf_bytes} B usable", s, machine)
             source = s.largest[0].source if s.largest else ("", 0)
-            launch.warnings[(20, "capacity", *source)] = WarningRecord(
-                20, f"{launch.name}: {text} ({facts.name}).", *source
-            )
+            known = WarningRecord(20, f"{launch.name}: {text} ({facts.name}).", *source)
+            launch.warnings[(20, "capacity", *source)] = known
+            if launch.params.show_warnings:
+                warnings.warn(SimulatorWarning(known.message), stacklevel=4)
     return sbuf, psum
 
 
