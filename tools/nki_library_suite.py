@@ -45,7 +45,7 @@ REQUIRED = (
     "core/cumsum", "core/max", "core/embeddings", "core/rmsnorm", "core/subkernels", "experimental/conv",
     "experimental/loss", "experimental/dynamic_shapes",
 )  # fmt: skip
-STATES = ("passed", "failed", "too slow", "needs trn3", "needs collectives", "not run")
+STATES = ("passed", "failed", "too slow", "not run", "needs trn3", "needs collectives", "excluded")
 
 
 # -- inside the library's pytest --------------------------------------------------------------------------------------
@@ -260,6 +260,10 @@ def classify(state: str, reason: str, expired: bool) -> tuple[str, str]:
         return "too slow", "time limit of a test"
     if state == "not run" and "time is up" in reason:
         return "not run", "time limit of the family"
+    if state == "not run" and (
+        "empty parameter set" in reason or "only one comb" in reason or "invalid" in reason.lower()
+    ):
+        return "excluded", reason
     if state == "not run" and ("simulat" in reason.lower() or "large" in reason.lower()):
         return "too slow", "skipped as too large by the library's own simulation mode"
     if state in ("failed", "not run"):
@@ -297,7 +301,8 @@ def run_family(root: Path, family: str, results: Path, test_seconds: float, fami
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(here), str(here.parent / "src"), str(root / "src"), str(root)]),
-            "PYTHONDONTWRITEBYTECODE": "1", "NEURON_PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1", "NEURON_PYTHONHASHSEED": "0",
+            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
             RESULTS: str(results), TEST_SECONDS: str(test_seconds), FAMILY_SECONDS: str(family_seconds),
         }  # fmt: skip
         command = [
@@ -345,10 +350,17 @@ def summary(rows: dict[str, dict[str, Any]]) -> list[tuple[str, collections.Coun
     return found
 
 
-def share(rows: dict[str, dict[str, Any]]) -> tuple[int, int]:
-    """(passed, all tests that need neither trn3 nor collectives)."""
-    relevant = [row for row in rows.values() if row["state"] not in ("needs trn3", "needs collectives")]
-    return sum(row["state"] == "passed" for row in relevant), len(relevant)
+def closing(rows: dict[str, dict[str, Any]]) -> str:
+    """The sentence under the table."""
+    count = collections.Counter(row["state"] for row in rows.values())
+    ran = count["passed"] + count["failed"]
+    relevant = ran + count["too slow"] + count["not run"]
+    percent = 100 * count["passed"] / ran if ran else 0.0
+    overall = 100 * count["passed"] / relevant if relevant else 0.0
+    return (
+        f"Of {relevant} tests that need neither trn3 nor collectives, {ran} ran in the time given and "
+        f"{count['passed']} of them passed: {percent:.0f} % of those that ran, {overall:.0f} % of all."
+    )
 
 
 def markdown(rows: dict[str, dict[str, Any]]) -> str:
@@ -357,9 +369,7 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
     for family, counts, text in summary(rows):
         cells = " | ".join(str(counts[state] or "") for state in STATES)
         lines.append(f"| {family} | {cells} | {text.replace('|', '/')} |")
-    passed, relevant = share(rows)
-    percent = 100 * passed / relevant if relevant else 0.0
-    lines.append(f"\nOf {relevant} tests that need neither trn3 nor collectives, {passed} pass ({percent:.0f} %).")
+    lines.append("\n" + closing(rows))
     return "\n".join(lines)
 
 
@@ -373,9 +383,14 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("-k", default="", help="only tests that match, as pytest's -k")
     parser.add_argument("--table", type=Path, help="print the table of such a file and run nothing")
+    parser.add_argument("--summary", type=Path, help="with --table: also write the table as JSON")
     options = parser.parse_args()
     if options.table:
-        print(markdown(load(options.table)))
+        rows = load(options.table)
+        print(markdown(rows))
+        if options.summary:
+            found = {"states": STATES, "families": summary(rows), "sentence": closing(rows)}
+            options.summary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return 0
     given = os.environ.get("NKI_LIBRARY_DIR")
     if not given or not (Path(given) / TESTS).is_dir():

@@ -10,10 +10,12 @@ The kernels are ordinary NKI: a tiled matrix multiply, and attention of a few he
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -222,17 +224,21 @@ def measurements(*, small: bool = False, rounds: int = 3) -> list[Measurement]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a quarter of the sizes")
-    small = parser.parse_args().small
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    options = parser.parse_args()
+    measured = measurements(small=options.small)
     print(
         f"{'kernel':32s}{'instructions':>13s}{'s':>8s}{'bare s':>8s}{'checks+time':>12s}{'us each':>9s}{'limit':>10s}"
     )
-    for m in measurements(small=small):
+    for m in measured:
         limit = LIMITS.get(m.name)
         text = "" if limit is None else f"{limit:.0f} s" if limit >= 1 else f"{limit * 1e6:.0f} us"
         print(
             f"{m.name:32s}{m.instructions:13,d}{m.full:8.2f}{m.bare:8.2f}{100 * m.share:10.0f} %{m.microseconds:9.1f}"
             f"{text:>10s}"
         )
+    if options.json:
+        options.json.write_text(json.dumps([asdict(m) for m in measured], indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
