@@ -28,8 +28,8 @@ __all__ = ["decode_index_rows", "decode_queries", "score_rows"]
 
 MAX_HEADS = 128  # output partitions
 MAX_GROUP_TOKENS = 128  # query rows of one kernel call
-MAX_TILES = 64  # tiles of one kernel call: its program is unrolled, about 300 instructions a tile of 2048 keys
-MAX_SECTION = 16  # keys per gathered section: 1 KiB of e2m1
+MAX_TILES = 64  # tiles of one kernel call: its program is unrolled, about 600 instructions a tile of 4096 keys
+MAX_SECTION = 32  # keys per gathered section: 2 KiB of e2m1
 GATHER_US, KEY_US = 2.4, 0.3  # of a tile: two gathers; and of each of its chunks of 128 keys
 KEY_SCRATCH = 24 * INDEX_DIM  # bytes of torch temporaries per key decoded in torch
 UE8M0_ONE = 127
