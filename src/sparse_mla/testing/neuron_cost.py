@@ -154,8 +154,9 @@ def estimate_row(point: CostPoint) -> tuple[CostRow, Run]:
 
 
 def kv_traffic(point: CostPoint) -> int:
-    """HBM bytes that carry keys through the graph of one launch; rows as padded."""
-    rows = launch.power_of_two(point.rows)
+    """HBM bytes that carry keys through the graph of one launch. Torch decodes padded rows too, the kernel skips
+    them."""
+    rows = point.rows if point.family == "fused" else launch.power_of_two(point.rows)
     total = 0
     if point.family == "dense":
         (fmt, _), slots = KEYS[point.keys][0], PAGES * PAGE
