@@ -71,5 +71,18 @@ wheel-check: wheel  ## install that wheel into a fresh environment and run it th
 	build/wheel-venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS) dist/*.whl
 	cd build && wheel-venv/bin/python ../tools/wheel_smoke.py
 
+.make/fuzz: .make/setup
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e ".[fuzz]"
+	@touch $@
+
+FUZZ_MINUTES ?= 10
+SOAK_MINUTES ?= 30
+
+fuzz: .make/fuzz  ## fuzz everything that reads bytes from outside (FUZZ_MINUTES=10)
+	$(PY) tools/fuzz.py --minutes $(FUZZ_MINUTES) --jobs $(WORKERS)
+
+soak: setup  ## random shapes between guard pages, and a watch on memory (SOAK_MINUTES=30)
+	$(TEST_ENV) $(PY) tools/soak.py --minutes $(SOAK_MINUTES) 2>.make/soak-cases.log
+
 clean:  ## remove what was built
 	rm -rf build dist site .make .venv .pytest_cache .mypy_cache .ruff_cache
