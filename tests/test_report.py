@@ -68,7 +68,9 @@ def rows() -> list[ScalingRow]:
     return list(run_sweeps(SMALL, rounds=3, min_seconds=0.0, footprint_bytes=1 << 20, roofs=lambda _: ROOFS))
 
 
-def made(rows: list[ScalingRow], costs: list[CostRow]) -> Report:
+@pytest.fixture(scope="module")
+def whole(rows: list[ScalingRow]) -> Report:
+    costs = [cost(6, 8), cost(6, 8, "bf16_rows")]
     charts = plots.draw_all(SMALL, rows, costs)
     return Report(
         command="sparse-mla bench --plot 'a b'", rows=[BENCH_ROW], skipped=["one <sentence>"], sweeps=SMALL,
@@ -201,8 +203,8 @@ def test_three_digits(value: float, text: str) -> None:
 # --- charts ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_chart_is_drawn(rows: list[ScalingRow]) -> None:
-    charts = plots.draw_all(SMALL, rows, [cost(6, 8), cost(6, 8, "bf16_rows")])
+def test_every_chart_is_drawn(whole: Report) -> None:
+    charts = whole.charts
     assert [c.name for c in charts] == [
         "time-by-context", "time-by-heads", "speed-by-threads", "bytes-per-token", "neuron-estimate",
     ]  # fmt: skip
@@ -291,20 +293,19 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_page_needs_nothing_else(rows: list[ScalingRow]) -> None:
-    given = made(rows, [cost(6, 8)])
-    text = render(given)
+def test_page_needs_nothing_else(whole: Report) -> None:
+    text = render(whole)
     page = Page(text)
     assert all(source.startswith("data:image/png;base64,") for source in page.sources)
     assert "url(" not in text
     assert "@import" not in text
     pictures = [base64.b64decode(str(p["src"]).partition(",")[2]) for p in page.pictures]
-    assert pictures == [chart.png for chart in given.charts]
+    assert pictures == [chart.png for chart in whole.charts]
     assert all(p["alt"] for p in page.pictures)
 
 
-def test_page_shows_everything_and_escapes_it(rows: list[ScalingRow]) -> None:
-    page = Page(render(made(rows, [cost(6, 8)])))
+def test_page_shows_everything_and_escapes_it(whole: Report) -> None:
+    page = Page(render(whole))
     for expected in (
         "small contexts <&>",
         "<case>",
@@ -314,28 +315,34 @@ def test_page_shows_everything_and_escapes_it(rows: list[ScalingRow]) -> None:
         "2.50x",
     ):
         assert expected in page.text
-    for row in rows:
+    for row in whole.scaling:
         assert scaling.significant(row.median_us) in page.text
 
 
-def test_estimates_are_marked(rows: list[ScalingRow]) -> None:
-    with_costs, without = (render(made(rows, costs)) for costs in ([cost(6, 8)], []))
+def test_estimates_are_marked(whole: Report) -> None:
+    with_costs, without = render(whole), render(replace(whole, costs=[], charts=whole.charts[:-1]))
     assert '<h2>Neuron launches <span class="estimated">estimated, trn2</span></h2>' in with_costs
     assert with_costs.count('<span class="estimated">') == 3  # the introduction, the chart, the table
     assert without.count('<span class="estimated">') == 1
 
 
-def test_page_fits_small_screens_and_paper(rows: list[ScalingRow]) -> None:
-    text = render(made(rows, []))
+def test_page_fits_small_screens_and_paper(whole: Report) -> None:
+    text = render(whole)
     assert 'name="viewport" content="width=device-width' in text
-    assert text.count("<table>") == text.count('<div class="wide" tabindex="0"><table>')  # a wide table scrolls alone
+    assert text.count("<table>") == len(
+        re.findall(r'<div class="wide[ a-z]*" tabindex="0"><table>', text)
+    )  # it scrolls
+    assert text.count("<table>") == len(SMALL) + 2
     assert "@media print" in text
 
 
-def test_command_writes_the_folder(rows: list[ScalingRow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_writes_the_folder(
+    rows: list[ScalingRow], whole: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sparse_mla.testing.bench.run_plan", lambda *_, **__: [BENCH_ROW])
     monkeypatch.setattr(report, "sweeps", lambda **_: SMALL)
     monkeypatch.setattr(report, "run_sweeps", lambda *_, **__: iter(rows))
+    monkeypatch.setattr(report, "draw_all", lambda *_: whole.charts)
     monkeypatch.setattr(report, "run_costs", lambda points, on_point: (cost(p.rows, p.heads) for p in points))
     monkeypatch.setattr("sys.argv", ["/somewhere/sparse-mla", "bench", "--quick", "--plot", "x"])
     folder = tmp_path / "new" / "folder"

@@ -26,6 +26,7 @@ from .scaling import ScalingRow, Sweep, run_sweeps, significant, sweeps, table, 
 __all__ = ["Report", "make_report", "render", "write_report"]
 
 ESTIMATED = "estimated"
+SHORT_TABLE = 20  # lines of a table that paper does not break
 QUICK_COSTS = ((6,), (8, 64), (1,))  # rows, heads, physical cores of a launch
 COSTS = ((1, 6), (1, 8, 64, 128), (1,))
 
@@ -155,16 +156,19 @@ tr:last-child td { border-bottom: 0; }
   main { padding: .75rem; }
   dl { grid-template-columns: 1fr; gap: 0; }
   dd { margin-bottom: .5rem; }
-  th, td { padding: .3rem .45rem; }
-  table { font-size: .8rem; }
+  th, td { padding: .3rem .35rem; }
+  th { white-space: normal; }
+  table { font-size: .75rem; }
   .wide th:first-child, .wide td:first-child { position: sticky; left: 0; background: var(--tint); }
 }
 @media print {
   @page { margin: 14mm; }
   body { font-size: 10pt; }
   main { max-width: none; padding: 0; }
-  .charts { grid-template-columns: 1fr 1fr; }
-  .wide { overflow: visible; }
+  .charts { grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); margin-right: 1px; }
+  .wide { overflow: visible; border: 0; }
+  .short { break-inside: avoid; }
+  figcaption { font-size: 8pt; }
   table { font-size: 7.5pt; }
   th, td { padding: 1.5pt 3pt; white-space: normal; }
   tr, h2, h3 { break-inside: avoid; }
@@ -264,7 +268,8 @@ def _table(heads: list[str], lines: list[list[str]], *, text_columns: int) -> st
 
     body = "\n".join(f"<tr>{cells('td', line)}</tr>" for line in lines)
     head = f"<thead><tr>{cells('th', heads)}</tr></thead>"
-    return f'<div class="wide" tabindex="0"><table>{head}\n<tbody>\n{body}\n</tbody></table></div>'
+    short = " short" if len(lines) <= SHORT_TABLE else ""
+    return f'<div class="wide{short}" tabindex="0"><table>{head}\n<tbody>\n{body}\n</tbody></table></div>'
 
 
 def _text(value: str) -> str:

@@ -142,7 +142,7 @@ def sweeps(*, quick: bool = False, threads: int | None = None) -> list[Sweep]:
         ),
         Sweep(
             name="sequences",
-            title=f"index_topk as sequences are added: one row each, {one_context} keys of context each",
+            title=f"index_topk as sequences are added: one row each, {one_context:,} keys of context each",
             axis="sequences",
             points=tuple(
                 Point(x=n, case=topk_case(f"of-{n}", context=one_context, sequences=n, rows=1), threads=count)
@@ -169,7 +169,7 @@ def sweeps(*, quick: bool = False, threads: int | None = None) -> list[Sweep]:
         ),
         Sweep(
             name="index-threads",
-            title=f"index_topk on more threads: {ROWS} rows, {one_context} keys of context",
+            title=f"index_topk on more threads: {ROWS} rows, {one_context:,} keys of context",
             axis="threads",
             points=tuple(Point(x=n, case=topk_case(f"threads-{n}", context=one_context), threads=n) for n in cores),
         ),
