@@ -17,8 +17,8 @@ from click.testing import CliRunner
 
 from sparse_mla import cli
 from sparse_mla.dispatch import presence
-from sparse_mla.errors import UnsupportedError
-from sparse_mla.testing import plots, report, scaling
+from sparse_mla.errors import ArgumentError, UnsupportedError
+from sparse_mla.testing import plots, report, scaling, timing
 from sparse_mla.testing.bench import BenchRow
 from sparse_mla.testing.neuron_cost import CostRow
 from sparse_mla.testing.report import Report, render
@@ -65,7 +65,7 @@ def cost(rows: int, heads: int, family: str = "fused", variant: str = "native", 
 
 @pytest.fixture(scope="module")
 def rows() -> list[ScalingRow]:
-    return list(run_sweeps(SMALL, rounds=3, min_seconds=0.0, footprint_bytes=1 << 20, roofs=lambda _: ROOFS))
+    return list(run_sweeps(SMALL, rounds=3, min_seconds=0.0, footprint_bytes=1 << 20, roofs=lambda *_, **__: ROOFS))
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +149,19 @@ def test_ratios_are_medians_over_rounds() -> None:
     }
     row = scaling._row(sweep, 1, taken, "native", ROOFS, 10.0)
     assert (row.ratio, row.best_torch) == (1.5, 4.0)
+
+
+def test_processor_time_leaves_out_waiting() -> None:
+    def action(_: int) -> None:
+        time.sleep(0.02)
+
+    taken = timing.interleave({"a": action}, rounds=3, min_seconds=0.0, clock=time.thread_time)["a"]
+    assert taken.median_us < 5000
+
+
+def test_processor_time_is_of_one_thread() -> None:
+    with pytest.raises(ArgumentError, match="threads must be 1"):
+        next(run_sweeps(SMALL, cpu_time=True))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident memory is read from Linux's /proc")

@@ -27,6 +27,8 @@ from .errors import SparseMlaError
 
 if TYPE_CHECKING:
     from .testing.bench import BenchRow
+    from .testing.neuron_cost import CostPoint
+    from .testing.neuron_index_cost import IndexPoint
 
 __all__ = ["main"]
 
@@ -190,6 +192,7 @@ def _demo_layers(backend: str | None, quick: bool, only: str | None, given: tupl
     "--baseline", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Compare with such a file."
 )
 @click.option("--scaling", is_flag=True, help="Instead: how cost grows with context, batch, heads, keys and threads.")
+@click.option("--cpu-time", is_flag=True, help="With --scaling: processor time of one thread; for a busy machine.")
 @click.option(
     "--plot", type=click.Path(file_okay=False, path_type=Path), help="Also write charts and report.html to this folder."
 )
@@ -203,6 +206,7 @@ def bench(
     out: Path | None,
     baseline: Path | None,
     scaling: bool,
+    cpu_time: bool,
     plot: Path | None,
 ) -> None:
     """Time the backends against torch and against the machine. Exit code 1 on a regression beyond noise."""
@@ -221,8 +225,10 @@ def bench(
         from .testing.plots import require_matplotlib
 
         require_matplotlib()
+    if cpu_time and not scaling:
+        raise click.UsageError("--cpu-time is for --scaling only.")
     if scaling:
-        _print_scaling(quick, backend, out, plot)
+        _print_scaling(quick, backend, cpu_time, out, plot)
         return
     entries = select_plan(op, case_name, quick=quick)
     if not entries:
@@ -275,15 +281,17 @@ def bench(
     sys.exit(1 if regressions else 0)
 
 
-def _print_scaling(quick: bool, backend: str | None, out: Path | None, plot: Path | None) -> None:
+def _print_scaling(quick: bool, backend: str | None, cpu_time: bool, out: Path | None, plot: Path | None) -> None:
     from .testing.report import facts, settings
     from .testing.scaling import markdown, run_sweeps, sweeps, write_scaling
 
     chosen = sweeps(quick=quick)
+    if cpu_time:
+        chosen = [s for s in sweeps(quick=quick, threads=1) if s.axis != "threads"]
     with _progress() as progress:
         task = progress.add_task("starting", total=len(chosen))
         step = partial(_advance, progress, task)
-        rows = list(run_sweeps(chosen, backend=backend, **settings(quick), on_sweep=step))
+        rows = list(run_sweeps(chosen, backend=backend, cpu_time=cpu_time, **settings(quick), on_sweep=step))
     for name, value in facts().items():
         click.echo(f"{name}: {value}  ")
     click.echo(f"\n{markdown(chosen, rows)}")
@@ -309,21 +317,35 @@ def _advance(progress: Progress, task: TaskID, name: str) -> None:
 
 def _print_costs(quick: bool, name: str | None, out: Path | None) -> None:
     from .testing.neuron_cost import cost_plan, run_costs, write_costs
+    from .testing.neuron_index_cost import index_cost_plan, run_index_costs
 
     points = [p for p in cost_plan((1, 6) if quick else (1, 6, 128)) if name is None or name in str(p)]
-    if not points:
+    index = [p for p in index_cost_plan() if (name is None or name in str(p)) and (p.rows <= 6 or not quick)]
+    if not points and not index:
         raise click.ClickException("no row of the cost table matches.")
     with _progress() as progress:
-        task = progress.add_task("estimating", total=len(points))
-        rows = list(
-            run_costs(points, lambda p: progress.update(task, description=f"{p.keys} x {p.rows} rows", advance=1))
-        )
+        task = progress.add_task("estimating", total=len(points) + len(index))
+
+        def show(point: CostPoint | IndexPoint) -> None:
+            progress.update(task, description=f"{point.keys} x {point.rows} rows", advance=1)
+
+        rows = [*run_costs(points, show), *run_index_costs(index, show)]
     table = _table(
-        "family", "keys", "variant", "rows", "heads", "lnc", "estimated us", "boundary us", "bound by", "KV MB"
+        "operator",
+        "family",
+        "keys",
+        "variant",
+        "rows",
+        "heads",
+        "lnc",
+        "estimated us",
+        "boundary us",
+        "bound by",
+        "KV MB",
     )
     for r in rows:
         numbers = [str(r.rows), str(r.heads), str(r.lnc), f"{r.estimated_us:.1f}", f"{r.boundary_us:.0f}", r.bound_by]
-        table.add_row(r.family, r.keys, r.variant, *numbers, f"{r.kv_traffic_bytes / 1e6:.2f}")
+        table.add_row(r.op, r.family, r.keys, r.variant, *numbers, f"{r.kv_traffic_bytes / 1e6:.2f}")
     console = Console()
     console.print(table)
     console.print(

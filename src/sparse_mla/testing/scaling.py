@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How cost grows: with the context, the batch, the selected keys, the heads of one rank and the threads.
 
-    sparse-mla bench --scaling            the tables of docs/performance.md, about four minutes on two quiet cores
-    sparse-mla bench --scaling --quick    the same with small sizes
+    sparse-mla bench --scaling                the tables of docs/performance.md, about four minutes on two quiet cores
+    sparse-mla bench --scaling --quick        the same with small sizes
+    sparse-mla bench --scaling --cpu-time     processor time of one thread: for a machine that others keep busy
 
 A sweep is a list of bench cases that differ in one number. All points of a sweep, and the eager torch forms where they
 fit, take turns round by round, so ratios between points hold on a machine whose speed drifts. Memory is measured apart:
@@ -15,6 +16,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -23,6 +25,7 @@ from pathlib import Path
 import torch
 
 from ..dispatch import presence
+from ..errors import ArgumentError
 from ..formats import V41_FP4, V41_FP8
 from ..info import cpu_target
 from .attention_cases import DecodeCase, Scope
@@ -191,11 +194,16 @@ def run_sweeps(
     rounds: int = 7,
     min_seconds: float = 0.03,
     footprint_bytes: int = 256 << 20,
-    roofs: Callable[[int], Roofs] = measure_roofs,
+    roofs: Callable[..., Roofs] = measure_roofs,
+    cpu_time: bool = False,
     on_sweep: Callable[[str], None] = lambda title: None,
 ) -> Iterator[ScalingRow]:
     """Measure sweeps under one backend: `native` when it is present, else `reference`. `footprint_bytes` is the size
-    of a decode case's caches: several last-level caches, so that records come from memory."""
+    of a decode case's caches: several last-level caches, so that records come from memory. `cpu_time` counts the
+    calling thread's processor time, for the roofs as well: every point must have one thread."""
+    clock = time.thread_time if cpu_time else time.perf_counter
+    if cpu_time and any(point.threads != 1 for sweep in chosen for point in sweep.points):
+        raise ArgumentError("bench: threads must be 1 where processor time is counted, got a sweep with more.")
     name = backend or ("reference" if presence("native") else "native")
     measured: dict[int, Roofs] = {}
     for sweep in chosen:
@@ -209,15 +217,15 @@ def run_sweeps(
                 actions[number, form] = _threaded(point, made)
         flat = {f"{number}/{form}": action for (number, form), action in actions.items()}
         with torch.inference_mode():
-            taken = interleave(flat, rounds=rounds, min_seconds=min_seconds)
+            taken = interleave(flat, rounds=rounds, min_seconds=min_seconds, clock=clock)
         del actions, flat
         gathers: dict[tuple[int, int], float] = {}
         for number, point in enumerate(sweep.points):
             if point.threads not in measured:
-                measured[point.threads] = roofs(point.threads)
+                measured[point.threads] = roofs(point.threads, clock=clock)
             record = Entry(case=point.case).record_bytes
             if record is not None and (record, point.threads) not in gathers:
-                gathers[record, point.threads] = measure_gather(record, footprint_bytes, point.threads)
+                gathers[record, point.threads] = measure_gather(record, footprint_bytes, point.threads, clock=clock)
             gather = None if record is None else gathers[record, point.threads]
             yield _row(sweep, number, taken, name, measured[point.threads], gather)
 
