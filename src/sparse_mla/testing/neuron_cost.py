@@ -29,7 +29,18 @@ from ..kernels.attention import GROUPS_AT_ONCE
 from ..simulator import SimulatorParams, run
 from ..simulator.launch import Run
 
-__all__ = ["HEADS", "KEYS", "LNC", "ROWS", "CostRow", "cost_plan", "estimate_row", "run_costs", "write_costs"]
+__all__ = [
+    "HEADS",
+    "KEYS",
+    "LNC",
+    "ROWS",
+    "CostPoint",
+    "CostRow",
+    "cost_plan",
+    "estimate_row",
+    "run_costs",
+    "write_costs",
+]
 
 ROWS = (1, 6, 128)
 HEADS = (1, 8, 64, 128)
