@@ -260,9 +260,11 @@ def classify(state: str, reason: str, expired: bool) -> tuple[str, str]:
         return "too slow", "time limit of a test"
     if state == "not run" and "time is up" in reason:
         return "not run", "time limit of the family"
-    if state == "not run" and (
-        "empty parameter set" in reason or "only one comb" in reason or "invalid" in reason.lower()
-    ):
+    if "IndentationError" in reason or "'Platforms' is not defined" in reason:
+        return "excluded", f"a file of the snapshot cannot be imported by anybody ({reason})"
+    if "nki.compiler.frontend" in reason:
+        return "excluded", "the test traces with the compiler's front end instead of running"
+    if state == "not run" and re.search(r"empty parameter set|only one comb|must match|must stay", reason):
         return "excluded", reason
     if state == "not run" and ("simulat" in reason.lower() or "large" in reason.lower()):
         return "too slow", "skipped as too large by the library's own simulation mode"
