@@ -3,6 +3,7 @@
 // emulators of other processors, and by hand; and a timing loop.
 //
 //     native_driver test [target]           every case on every target present (or the one named); exit status 1 on a failure
+//     native_driver corpus <file>...        every file's bytes as records, slots, lengths and logits, on every target present
 //     native_driver bench <target> <threads> <heads> <rows> <fp8 keys> <fp4 keys> <MiB of cache>
 #include <algorithm>
 #include <cmath>
@@ -392,10 +393,80 @@ void bench(const Operators& ops, int threads, int heads, int rows, int topk8, in
                 rows * (topk8 * 528.0 + topk4 * 288.0) / us * 1e-3);
 }
 
+// Bytes from the front of a file, zeros once they are used up.
+struct Input {
+    std::vector<uint8_t> bytes;
+    size_t at = 0;
+    uint8_t next() { return at < bytes.size() ? bytes[at++] : 0; }
+    int64_t below(int64_t n) { return (next() | next() << 8) % n; }
+};
+
+// The fuzz corpus under a sanitizer: buffers are exactly as large as the operators may read, and any bytes may be in them. There is
+// nothing to compare with here; the Python side compares backends on the same files.
+void run_corpus_file(const Operators& ops, Input input) {
+    for (const RecordKind kind : {RecordKind::V41_FP8, RecordKind::V41_FP4, RecordKind::BF16}) {
+        const RecordFormat& format = RECORD_FORMATS[int(kind)];
+        const bool planar = input.below(2) && kind != RecordKind::BF16;
+        const int page = 1 + int(input.below(5)), topk = 1 + int(input.below(40)), heads = 1 + int(input.below(20));
+        Cache cache;
+        Random random{1};
+        fill_cache(random, kind, page, 3, planar, &cache);
+        for (auto& byte : cache.bytes) byte = input.next();
+        for (int64_t slot = 0; slot < cache.scope.num_slots; ++slot) {
+            const uint8_t* block = cache.scope.data + slot / page * cache.scope.block_stride;
+            std::vector<uint8_t> data(block + slot % page * cache.scope.data_step,
+                                      block + slot % page * cache.scope.data_step + format.data_bytes);
+            std::vector<uint8_t> scales(block + cache.scope.scale_base + slot % page * cache.scope.scale_step,
+                                        block + cache.scope.scale_base + slot % page * cache.scope.scale_step + format.scale_bytes);
+            std::vector<float> values(HEAD_DIM);
+            ops.decode_record(kind, data.data(), scales.data(), values.data());
+        }
+        std::vector<int32_t> indices(static_cast<size_t>(topk));
+        for (auto& slot : indices) slot = int32_t(input.below(cache.scope.num_slots + 1)) - 1;
+        std::vector<int32_t> length{int32_t(input.below(topk + 3))};
+        std::vector<uint16_t> q(size_t(heads) * HEAD_DIM);
+        for (auto& x : q) x = uint16_t(input.next() | input.next() << 8);
+        std::vector<float> out(size_t(heads) * HEAD_DIM), lse(static_cast<size_t>(heads));
+        AttentionParams p{};
+        p.q = q.data();
+        p.q_stride_h = HEAD_DIM;
+        p.q_stride_s = p.q_stride_b = int64_t(heads) * HEAD_DIM;
+        p.b = p.s_q = 1, p.h_q = heads, p.num_scopes = 1;
+        p.scopes[0] = cache.scope;
+        p.scopes[0].indices = indices.data();
+        p.scopes[0].index_stride_b = p.scopes[0].index_stride_s = p.scopes[0].topk = topk;
+        p.scopes[0].topk_length = length.data();
+        p.softmax_scale = 0.0441941738f;
+        p.out = out.data(), p.out_float = true, p.lse = lse.data();
+        p.plan.num_threads = 2;
+        if (!has_bad_slot(p)) ops.sparse_decode(p);
+    }
+}
+
+int run_corpus(int count, char** names) {
+    for (int t = 0; t < NUM_TARGETS; ++t) {
+        if (target_absence(TargetId(t))) continue;
+        int done = 0;
+        for (int i = 0; i < count; ++i) {
+            std::FILE* file = std::fopen(names[i], "rb");
+            if (!file) continue;
+            Input input;
+            for (int c; (c = std::fgetc(file)) != EOF;) input.bytes.push_back(uint8_t(c));
+            std::fclose(file);
+            run_corpus_file(*operators_of(TargetId(t)), std::move(input));
+            ++done;
+        }
+        std::printf("%s: %d files\n", TARGET_NAMES[t], done);
+        if (!done) return 1;
+    }
+    return 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
     const std::string mode = argc > 1 ? argv[1] : "test";
+    if (mode == "corpus") return run_corpus(argc - 2, argv + 2);
     const std::string wanted = argc > 2 ? argv[2] : "";
     for (int t = 0; t < NUM_TARGETS; ++t) {
         const char* name = TARGET_NAMES[t];
