@@ -260,7 +260,7 @@ def classify(state: str, reason: str, expired: bool) -> tuple[str, str]:
         return "too slow", "time limit of a test"
     if state == "not run" and "time is up" in reason:
         return "not run", "time limit of the family"
-    if "IndentationError" in reason or "'Platforms' is not defined" in reason:
+    if re.search(r"IndentationError|'Platforms' is not defined|No module named 'nkilib", reason):
         return "excluded", f"a file of the snapshot cannot be imported by anybody ({reason})"
     if "nki.compiler.frontend" in reason:
         return "excluded", "the test traces with the compiler's front end instead of running"
