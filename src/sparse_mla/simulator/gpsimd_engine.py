@@ -360,4 +360,3 @@ def rand_get_state(dst: Any, engine: Any = Engine.gpsimd, name: Any = None) -> N
     out[...] = np.resize(np.array(words, np.uint32).astype(out.dtype), out.shape)
     m.wrote(dst)
     m.emit(where, (dst,), ())
-

@@ -104,7 +104,7 @@ def _op(caller: _Caller, names: tuple[str, ...], constants: dict[str, Any]) -> t
     if known is not None:
         return known  # type: ignore[no-any-return]
     if _library is None:
-        _library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+        _library = torch.library.Library(NAMESPACE, "DEF")
     name = f"{kernel.func.__name__}_{next(_numbers)}"
     letters = iter("abcdefghijklmnopqrstuvwxyz")
     parameters = ", ".join(

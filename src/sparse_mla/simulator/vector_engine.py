@@ -924,6 +924,3 @@ def dropout(dst: Any, data: Any, prob: Any, name: Any = None) -> None:
     out[...] = values.reshape(out.shape)
     m.wrote(dst)
     m.emit(VECTOR, (dst,), (data,) if tensor is None else (data, tensor))
-
-
-
