@@ -109,8 +109,14 @@ from sparse_mla import CompressorState, compress
 state = CompressorState.allocate(num_slots=4, ratio=2, max_rows=6)
 score, latent = torch.zeros(5, 512), torch.ones(5, 512)
 # A prompt of five tokens of the sequence in state slot 1: two groups of two close, one token waits in the ring.
-result = compress(score, latent, state, torch.tensor([1], dtype=torch.int32), torch.tensor([5], dtype=torch.int32),
-                  cu_seqlens_q=torch.tensor([0, 5], dtype=torch.int32))
+result = compress(
+    score,
+    latent,
+    state,
+    torch.tensor([1], dtype=torch.int32),
+    torch.tensor([5], dtype=torch.int32),
+    cu_seqlens_q=torch.tensor([0, 5], dtype=torch.int32),
+)
 print(result)
 """,
     "store_records": """
