@@ -90,7 +90,7 @@ def _sweep(sweep: Sweep, rows: list[ScalingRow]) -> Chart:
     axes.set_xticks(x, [_short(value) for value in x])
     axes.minorticks_off()
     low, high = axes.get_ylim()
-    axes.set_ylim(min(low, high / 30), high)  # noise on a flat line must not look like a slope
+    axes.set_ylim(min(low, high / 30), 1.3 * high)  # noise on a flat line must not look like a slope
     axes.yaxis.set_major_formatter(lambda value, _: _time(value))
     axes.set_xlabel(sweep.axis)
     axes.set_ylabel("median time of a call")

@@ -147,7 +147,7 @@ figcaption { color: var(--soft); font-size: .85rem; margin-top: .4rem; }
 .wide { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
 table { border-collapse: collapse; width: 100%; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { background: var(--tint); vertical-align: bottom; }
+th { background: var(--tint); vertical-align: bottom; white-space: normal; }
 tr:last-child td { border-bottom: 0; }
 .text { text-align: left; }
 .estimated { background: #fff3cd; border: 1px solid #d9b64a; border-radius: 4px; padding: .1rem .4rem;
@@ -157,7 +157,6 @@ tr:last-child td { border-bottom: 0; }
   dl { grid-template-columns: 1fr; gap: 0; }
   dd { margin-bottom: .5rem; }
   th, td { padding: .3rem .35rem; }
-  th { white-space: normal; }
   table { font-size: .75rem; }
   .wide th:first-child, .wide td:first-child { position: sticky; left: 0; background: var(--tint); }
 }
