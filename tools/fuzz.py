@@ -42,13 +42,11 @@ def run_target(name: str, seconds: int) -> tuple[str, int, int, int, str]:
         "-print_final_stats=1",
     ]
     flags.append(f"-artifact_prefix={crashes}/")
-    done = subprocess.run(
-        [sys.executable, __file__, "--target", name, *flags, *corpus],
-        capture_output=True,
-        text=True,
-        timeout=seconds + 300,
-        check=False,
-    )
+    command = [sys.executable, __file__, "--target", name, *flags, *corpus]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 300, check=False)
+    except subprocess.TimeoutExpired:
+        return name, 1, 0, len(list(found.iterdir())), f"{name} did not end within {seconds + 300} s"
     output = done.stdout + done.stderr
     runs = re.search(r"number_of_executed_units: (\d+)", output)
     return name, done.returncode, int(runs[1]) if runs else 0, len(list(found.iterdir())), output[-3000:]
