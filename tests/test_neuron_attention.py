@@ -337,6 +337,26 @@ def test_codes_the_engine_would_misread_are_refused() -> None:
         simulated("fused", q, [wide])
 
 
+@pytest.mark.parametrize("strategy", ["fused", "fused_planar"])
+def test_scales_that_integers_cannot_raise_are_refused(strategy: str) -> None:
+    """246 and the NaN byte 255 decode by integers, 247 .. 254 do not; unselected slots hold anything."""
+    planar = {"layout": "planar"} if strategy == "fused_planar" else {}
+    cache, q = filled(V41_FP8, **planar), queries(1, 1, 2)
+    scope = KVScope(cache, torch.arange(128, dtype=torch.int32).reshape(1, 1, 128))
+    data, scales = cache.data_and_scales()
+    page = scales[3]
+    data[3, 2, 5 * 32 : 6 * 32] = 0  # 2^119 times what was encoded overflows float32 in a logit
+    page[2, 5], page[2, 6] = 246, 255
+    assert bool(torch.isfinite(simulated(strategy, q, [scope]).lse).all())
+    for byte in (247, 254):
+        page[2, 5] = byte
+        with launch.recording() as calls, pytest.raises(SlotRangeError, match=rf"up to 246 .*got {byte} in slot 50"):
+            simulated(strategy, q, [scope])
+        assert calls == []
+        others = torch.where(scope.indices == 50, -1, scope.indices)
+        assert bool(torch.isfinite(simulated(strategy, q, [KVScope(cache, others)]).lse).all())
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_slots_out_of_range_are_refused_before_the_launch(strategy: str) -> None:
     scopes, q = scopes_for(strategy, 2), queries(2, 1, 2)

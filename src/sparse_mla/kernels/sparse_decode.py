@@ -25,6 +25,7 @@ from ..formats import V41_FP8
 from ..ops.sparse_decode import SPARSE_DECODE, SparseDecodeCall, check_slots
 from . import launch
 from .attention import fused_attn, gathered_attn, gathered_attn_idx, shared_attn
+from .decode_records import E4M3_RAISE, UE8M0_MAX, UE8M0_NAN
 from .launch import BIAS_PAD, CHUNK, EMPTY, EMPTY_UNIT
 
 __all__ = ["ATTENTION_FORMATS", "Softmax", "Visible", "attention_operands", "finish_attention", "visible_slots"]
@@ -362,6 +363,9 @@ def _fused_planar_rule(call: SparseDecodeCall) -> list[str]:
     return pool_refusals(call)
 
 
+LARGEST_SCALE = int(UE8M0_MAX) - E4M3_RAISE  # ue8m0 byte; the integer variant would count a larger one as this
+
+
 def refuse_codes(call: SparseDecodeCall) -> None:
     """In checked mode, outside a graph: refuse selected records that the kernel's decoding would misread."""
     if not launch.checks_now(call.checks):
@@ -377,17 +381,30 @@ def refuse_codes(call: SparseDecodeCall) -> None:
         records = launch.gather_bytes(scope.cache, slots)
         data = records[:, : V41_FP8.data_bytes] & 0x7F
         bad = data >= 0x78 if kind == "fp8_native" else data == 0x7F
-        if not bool(bad.any()):
-            continue
+        if bool(bad.any()):
+            where = bad.nonzero()[0]
+            slot, code = int(slots[where[0]]), int(records[where[0], where[1]])
+            why = (
+                f"got e4m3 code 0x{code:02X} in slot {slot}, which Trainium's own e4m3 reads as inf or NaN; "
+                "the cache is declared with e4m3_max=224, declare 448 for what was encoded so"
+                if kind == "fp8_native"
+                else f"got the NaN code 0x{code:02X} in slot {slot}; an unwritten slot or a corrupted record"
+            )
+            raise SlotRangeError(f"sparse_decode: scopes[{number}].cache must hold codes the kernel can decode, {why}.")
+        if kind == "fp8_integer":
+            _refuse_scales(number, slots, records[:, V41_FP8.data_bytes :])
+
+
+def _refuse_scales(number: int, slots: torch.Tensor, scales: torch.Tensor) -> None:
+    """Integer decoding raises a factor by 2^8, so factors above 2^119 do not fit float32; 255 is NaN and gives 0."""
+    bad = (scales > LARGEST_SCALE) & (scales < UE8M0_NAN)
+    if bool(bad.any()):
         where = bad.nonzero()[0]
-        slot, code = int(slots[where[0]]), int(records[where[0], where[1]])
-        why = (
-            f"got e4m3 code 0x{code:02X} in slot {slot}, which Trainium's own e4m3 reads as inf or NaN; the cache is "
-            "declared with e4m3_max=224, declare 448 for what was encoded so"
-            if kind == "fp8_native"
-            else f"got the NaN code 0x{code:02X} in slot {slot}; an unwritten slot or a corrupted record"
+        slot, byte = int(slots[where[0]]), int(scales[where[0], where[1]])
+        raise SlotRangeError(
+            f"sparse_decode: scopes[{number}].cache must hold scale bytes up to {LARGEST_SCALE} for integer decoding, "
+            f"got {byte} in slot {slot}; an unwritten slot or a corrupted record."
         )
-        raise SlotRangeError(f"sparse_decode: scopes[{number}].cache must hold codes the kernel can decode, {why}.")
 
 
 def _fused(call: SparseDecodeCall, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
