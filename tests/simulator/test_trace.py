@@ -78,6 +78,9 @@ def test_a_picture(result: Any, tmp_path: Path) -> None:
     path = result.trace.save_png(tmp_path / "x.png")
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert path.stat().st_size > 5000
+    part = result.trace.save_png(tmp_path / "part.png", between=(0.0, result.estimate.total_us / 4))
+    assert part.read_bytes()[:8] == path.read_bytes()[:8]
+    assert part.read_bytes() != path.read_bytes()
 
 
 def test_a_picture_without_matplotlib_says_what_to_install(

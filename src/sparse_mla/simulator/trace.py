@@ -87,8 +87,8 @@ class Trace:
         path.write_text(json.dumps(body), encoding="utf-8")
         return path
 
-    def save_png(self, path: str | Path) -> Path:
-        """Draw the timeline with matplotlib; overlapping bars of a row share it."""
+    def save_png(self, path: str | Path, between: tuple[float, float] | None = None) -> Path:
+        """Draw the timeline, or the microseconds `between`, with matplotlib; overlapping bars of a row share it."""
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
@@ -97,30 +97,33 @@ class Trace:
             raise UnsupportedError(
                 "trace: a PNG needs matplotlib, which is not installed: pip install 'sparse-mla[plot]'."
             ) from None
+        first, last = (0.0, max(self.estimate.total_us, 1e-3)) if between is None else between
         events = self.estimate.events
         rows = sorted({(e.core, e.row) for e in events}, key=lambda key: (key[0], _rank(key[1])))
+        seen = [e for e in events if e.end_us >= first and e.start_us <= last]
         busiest: dict[str, float] = {}
-        for e in events:
+        for e in seen:
             busiest[e.opcode] = busiest.get(e.opcode, 0.0) + e.end_us - e.start_us
         opcodes = sorted(busiest, key=lambda name: -busiest[name])
         colours = {name: _COLOURS[min(i, len(_COLOURS) - 1)] for i, name in enumerate(opcodes)}
-        figure = Figure(figsize=(14, 1.2 + 0.4 * max(1, len(rows))), layout="constrained")
+        figure = Figure(figsize=(14, 1.6 + 0.4 * max(1, len(rows))), layout="constrained")
         axes = figure.add_subplot()
         for y, key in enumerate(rows):
-            mine = [e for e in events if (e.core, e.row) == key]
+            mine = [e for e in seen if (e.core, e.row) == key]
             spans = [(e.start_us, max(e.end_us - e.start_us, 1e-4)) for e in mine]
             axes.broken_barh(spans, (y - 0.4, 0.8), facecolors=[colours[e.opcode] for e in mine], alpha=0.8)
         axes.set_yticks(range(len(rows)), [f"core {core} {row}" for core, row in rows])
         axes.invert_yaxis()
-        axes.set_xlim(0.0, max(self.estimate.total_us, 1e-3))
+        axes.set_xlim(first, last)
         axes.set_xlabel(f"microseconds (estimated, {self.estimate.target})")
-        axes.set_title(self.title)
+        part = "" if between is None else f", {first:g} to {last:g} of {self.estimate.total_us:.0f} us"
+        axes.set_title(self.title + part)
         shown = opcodes[: len(_COLOURS) - 1]
         handles = [Patch(color=colours[name], label=name) for name in shown]
         if len(opcodes) > len(shown):
             handles.append(Patch(color=_COLOURS[-1], label="other"))
         if handles:
-            axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=len(handles))
+            figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
         FigureCanvasAgg(figure)
         path = Path(path)
         figure.savefig(path, dpi=110, format="png")
