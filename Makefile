@@ -84,5 +84,38 @@ fuzz: .make/fuzz  ## fuzz everything that reads bytes from outside (FUZZ_MINUTES
 soak: setup  ## random shapes between guard pages, and a watch on memory (SOAK_MINUTES=30)
 	$(TEST_ENV) $(PY) tools/soak.py --minutes $(SOAK_MINUTES) 2>.make/soak-cases.log
 
+CORE := cmake -S . -DSPARSE_MLA_PYTHON=OFF -DSPARSE_MLA_DRIVER=ON
+CORE_ENV := PATH="$(abspath $(VENV))/bin:$$PATH"
+SANITIZE_CXX ?= g++
+CLANG_TSAN ?= clang++-19
+ARCHER ?= /usr/lib/llvm-19/lib/libarcher.so
+AARCH64_CXX ?= aarch64-linux-gnu-g++
+AARCH64_ROOT ?= /usr/aarch64-linux-gnu
+
+# A driver without Python: the environment lends only CMake.
+.make/cmake: .make/setup
+	$(PY) -m pip install --quiet --disable-pip-version-check "cmake>=3.18"
+	@touch $@
+
+sanitize: .make/cmake  ## run the core's own test, without Python, under ASan + UBSan and, where clang-19 and Archer are, under TSan
+	$(CORE_ENV) $(CORE) -B build/sanitize -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_COMPILER=$(SANITIZE_CXX) \
+	    -DCMAKE_CXX_FLAGS="-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
+	$(CORE_ENV) cmake --build build/sanitize --parallel $(WORKERS)
+	ASAN_OPTIONS=detect_leaks=1 build/sanitize/native_driver test
+	@if command -v $(CLANG_TSAN) >/dev/null && test -e $(ARCHER); then \
+	    set -ex; export $(CORE_ENV); \
+	    $(CORE) -B build/tsan -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_COMPILER=$(CLANG_TSAN) -DCMAKE_CXX_FLAGS="-O1 -g1 -fsanitize=thread"; \
+	    cmake --build build/tsan --parallel $(WORKERS); \
+	    OMP_TOOL_LIBRARIES=$(ARCHER) TSAN_OPTIONS="ignore_noninstrumented_modules=1 halt_on_error=1" build/tsan/native_driver test; \
+	else echo "TSan skipped: needs clang-19, libomp-19-dev and libclang-rt-19-dev (with Archer)"; fi
+
+aarch64: .make/cmake  ## cross-compile the core for aarch64 and run its test under qemu-user
+	@if ! command -v $(AARCH64_CXX) >/dev/null; then echo "aarch64 skipped: needs the cross compiler g++-aarch64-linux-gnu"; \
+	elif ! command -v qemu-aarch64 >/dev/null; then echo "aarch64 skipped: needs qemu-aarch64 of qemu-user"; \
+	else set -ex; export $(CORE_ENV); \
+	    $(CORE) -B build/aarch64 -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=$(AARCH64_CXX); \
+	    cmake --build build/aarch64 --parallel $(WORKERS); \
+	    qemu-aarch64 -L $(AARCH64_ROOT) build/aarch64/native_driver test; fi
+
 clean:  ## remove what was built
 	rm -rf build dist site .make .venv .pytest_cache .mypy_cache .ruff_cache
