@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_mla import config, formats
 from sparse_mla.caches import KVScope, PagedCache
@@ -377,6 +378,43 @@ def test_a_bad_slot_is_found_before_anything_runs(monkeypatch: pytest.MonkeyPatc
     call["scopes"][1].indices[1, 0, 5] = call["scopes"][1].cache.num_slots
     message = r"sparse_decode: scopes\[1\].indices must be -1 or a slot below 1280, got 1280 at \[1, 0, 5\]"
     with pytest.raises(SlotRangeError, match=message):
+        run(call)
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operator that torch's dispatcher carries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_a_watched_call_takes_the_operator_with_the_same_bits(out_dtype: torch.dtype) -> None:
+    call = make_call(2, 2, 3, (20, 30))
+    call["q"] = torch.randn(2, 2, 6, 512).bfloat16()[:, :, ::2]  # strided queries
+    direct = run(call, out_dtype=out_dtype)
+    with Recorder() as recorder:
+        watched = run(call, out_dtype=out_dtype)
+    assert any("sparse_decode_native" in name for name in recorder.seen)
+    assert same_bits(direct[0], watched[0])
+    assert same_bits(direct[1], watched[1])
+    copied = [KVScope(s.cache, s.indices.repeat_interleave(2, -1)[..., ::2]) for s in call["scopes"]]
+    assert same_bits(run(call, out_dtype=out_dtype, scopes=copied)[0], direct[0])
+
+
+def test_a_cache_shrunk_in_place_is_seen() -> None:
+    call = make_call(1, 1, 1, (1, 1))
+    cache = call["scopes"][0].cache
+    for scope in call["scopes"]:
+        scope.indices.fill_(scope.cache.num_slots - 1)
+    run(call)
+    cache.data.resize_(1, *cache.data.shape[1:])
+    with pytest.raises(SlotRangeError, match=f"below {cache.page_size}, got"):
         run(call)
 
 

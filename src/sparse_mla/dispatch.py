@@ -219,13 +219,18 @@ class Op:
         if name != "auto":
             _require_backend(self.stem, name)
         refused: list[tuple[Implementation, list[str]]] = []
-        for candidate in self.candidates(name):
-            reasons = candidate.refusals(call)
-            if not reasons:
-                if refused and candidate.backend == "reference":
-                    _warn_reference(self.stem, refused)
-                return candidate
-            refused.append((candidate, reasons))
+        for each in AUTO_ORDER if name == "auto" else (name,):
+            if presence(each) != "":
+                continue
+            for candidate in self.implementations:
+                if candidate.backend != each:
+                    continue
+                reasons = candidate.refusals(call)
+                if not reasons:
+                    if refused and each == "reference":
+                        _warn_reference(self.stem, refused)
+                    return candidate
+                refused.append((candidate, reasons))
         listed = " ".join([f"{c.name}: {'; '.join(r)}." for c, r in refused]) or f"{name} has no implementation."
         raise UnsupportedError(f"{self.stem}: no implementation under backend {name!r} accepts this call. {listed}")
 
