@@ -206,6 +206,8 @@ def run_plan(
                 if key not in gathers:
                     gathers[key] = measure_gather(*key)
             gather = None if entry.record_bytes is None else gathers[entry.record_bytes, entry.footprint_bytes, count]
+            if compiled:
+                torch._dynamo.reset()  # else the contestants' few functions run into the limit of variants per function
             with num_threads(count):
                 actions = _actions(entry, problems, backend, compiled, on_skip)
                 if not any(name.startswith("@") for name in actions):
