@@ -298,8 +298,8 @@ def scratch_bytes(case: Case, backend: str, threads: int) -> int | None:
 
 def _growth(case: Case, backend: str, threads: int) -> int:
     torch.set_num_threads(threads)
-    # A tiny call first: loading code and starting threads is not what a call takes.
-    warm = topk_case("warm", context=1024)
+    # A tiny call of another operator first: starting threads is not what a call takes.
+    warm = decode_case("warm", rows=2, heads=2, keys=16)
     Case.call(warm, rotation(warm, 1 << 20)[0], backend)
     problem = rotation(case, 1 << 20)[0]
     libc = ctypes.CDLL(None)
