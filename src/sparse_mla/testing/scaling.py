@@ -83,6 +83,7 @@ class ScalingRow:
     ratio: float  # time over the time of the sweep's first point, the median over rounds
     best_torch: float | None  # how many times longer the fastest eager torch form takes
     pct_peak: float | None
+    pct_gemm: float | None
     pct_stream: float | None
     pct_gather: float | None
     bound_by: str  # the nearest roof
@@ -249,8 +250,10 @@ def _row(
     mine, first = taken[f"{number}/ours"], taken["0/ours"]
     forms = [mine.ratio_to(taken[f"{number}/{form}"]) for form in point.contestants]
     gbs = point.case.nbytes / mine.median_us / 1e3
+    gflops = point.case.flops / mine.median_us / 1e3
+    peak, gemm = _share(gflops, roofs.peak_gflops), _share(gflops, roofs.gemm_gflops)
     shares = {
-        "arithmetic": _share(point.case.flops / mine.median_us / 1e3, roofs.peak_gflops),
+        "arithmetic": peak or gemm,
         "streaming": _share(gbs, roofs.read_gbs) if gather is None else None,
         "gathering": _share(gbs, gather),
     }
@@ -271,7 +274,8 @@ def _row(
         spread=round(mine.spread, 4),
         ratio=round(first.ratio_to(mine), 4),
         best_torch=round(min(forms), 3) if forms else None,
-        pct_peak=shares["arithmetic"],
+        pct_peak=peak,
+        pct_gemm=gemm,
         pct_stream=shares["streaming"],
         pct_gather=shares["gathering"],
         bound_by=max(known, key=lambda roof: known[roof]) if known else "",
@@ -339,6 +343,7 @@ def table(sweep: Sweep, rows: Iterable[ScalingRow]) -> tuple[list[str], list[lis
         (per, lambda r: significant(1 / r.ratio if sweep.axis == "threads" else r.median_us / r.x)),
         ("best torch", lambda r: "" if r.best_torch is None else f"{r.best_torch:.2f}x"),
         ("% of peak", lambda r: _percent(r.pct_peak)),
+        ("% of gemm", lambda r: _percent(r.pct_gemm)),
         ("% of stream", lambda r: _percent(r.pct_stream)),
         ("% of gather", lambda r: _percent(r.pct_gather)),
         ("scratch MiB", lambda r: _mebibytes(r.scratch_bytes)),

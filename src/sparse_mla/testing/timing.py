@@ -130,15 +130,15 @@ def measure_roofs(threads: int, *, rounds: int = 5, clock: Callable[[], float] =
         )
         best = {name: min(timing.rounds_us) for name, timing in taken.items()}
         return Roofs(
-            # Its loop keeps its own, elapsed time: on a busy machine some tries are interrupted.
-            peak_gflops=_peak_gflops(threads, tries=3 if clock is time.perf_counter else 30),
+            # Its loop knows elapsed time only, which another clock must not be compared with.
+            peak_gflops=_peak_gflops(threads) if clock is time.perf_counter else None,
             gemm_gflops=2 * GEMM_SIZE**3 / best["gemm"] / 1e3,
             read_gbs=STREAM_BYTES / best["read"] / 1e3,
             copy_gbs=2 * STREAM_BYTES / best["copy"] / 1e3,
         )
 
 
-def _peak_gflops(threads: int, tries: int) -> float | None:
+def _peak_gflops(threads: int) -> float | None:
     """The native extension's loop over registers, on that many threads at once; it gives one thread's rate."""
     if presence("native"):
         return None
@@ -146,7 +146,7 @@ def _peak_gflops(threads: int, tries: int) -> float | None:
     if loop is None:
         return None
     with ThreadPoolExecutor(threads) as pool:
-        return max(sum(pool.map(lambda _: float(loop()), range(threads))) for _ in range(tries))
+        return max(sum(pool.map(lambda _: float(loop()), range(threads))) for _ in range(3))
 
 
 def measure_gather(
