@@ -131,8 +131,8 @@ def test_the_nearest_roof_bounds() -> None:
     assert (compute.pct_peak, compute.pct_gather, compute.bound_by) == (50.0, 25.0, "arithmetic")
     memory = scaling._row(sweep, 0, taken, "native", ROOFS._replace(peak_gflops=4 * gflops), 2 * gbs)
     assert (memory.pct_peak, memory.pct_gather, memory.bound_by) == (25.0, 50.0, "gathering")
-    unknown = scaling._row(sweep, 0, taken, "native", ROOFS._replace(peak_gflops=None), None)
-    assert unknown.bound_by == "streaming"
+    gemm = scaling._row(sweep, 0, taken, "native", Roofs(None, 2 * gflops, 4 * gbs, 1.0), None)
+    assert (gemm.pct_peak, gemm.pct_gemm, gemm.pct_stream, gemm.bound_by) == (None, 50.0, 25.0, "arithmetic")
 
 
 def test_ratios_are_medians_over_rounds() -> None:
