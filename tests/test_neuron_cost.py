@@ -13,6 +13,7 @@ from sparse_mla.dispatch import presence
 from sparse_mla.testing.neuron_cost import (
     CostPoint,
     CostRow,
+    cost_page,
     cost_plan,
     estimate_row,
     kv_traffic,
@@ -95,3 +96,23 @@ def test_the_plan_covers_rows_heads_cores_and_keys() -> None:
     }
     assert {p.keys for p in points} == {FP8, MIXED, ROWS}
     assert {p.family for p in points} == {"fused", "bf16_rows", "dense"}
+
+
+def test_the_page_shows_what_the_file_holds() -> None:
+    root = Path(__file__).resolve().parent.parent
+    lines = [json.loads(text) for text in (root / "bench" / "neuron_cost.jsonl").read_text().splitlines()]
+    page = (root / "docs" / "neuron.md").read_text()
+    shown = page.split("<!-- cost:")[1].split("-->\n", 1)[1].split("<!-- end -->")[0]
+    assert shown.strip() == cost_page(lines).strip(), "run: python -m sparse_mla.testing.neuron_cost"
+
+
+def test_what_was_not_run_is_not_shown_as_a_number() -> None:
+    fields = {"op": "sparse_decode", "estimated_us": 901.0, "boundary_us": 30.0, "descriptors": 5, "bound_by": "vector"}
+    sizes = {"hbm_read_bytes": 1, "hbm_written_bytes": 1, "kv_traffic_bytes": 1}
+    points = [CostPoint("fused", "native", MIXED, 128, h, 2) for h in (1, 8, 64)]
+    few = [{**fields, **sizes, **point._asdict()} for point in points]
+    last = {**few[0], "heads": 128}
+    target = "| 128 FP8 + 512 FP4, 128 rows, native, two cores, all heads | 900 us |"
+    assert f"{target} not run | not run |" in cost_page(few)
+    assert f"{target} 901.0 us | NO |" in cost_page([*few, last])
+    assert f"| {MIXED} | fused | native | 128 | 2 | 901.0 | 901.0 | 901.0 | not run |" in cost_page(few)

@@ -15,7 +15,8 @@ here was measured on a device.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ __all__ = [
     "ROWS",
     "CostPoint",
     "CostRow",
+    "cost_page",
     "cost_plan",
     "estimate_row",
     "run_costs",
@@ -207,3 +209,127 @@ def run_costs(points: list[CostPoint], on_row: Callable[[CostPoint], None] | Non
 def write_costs(path: Path, rows: list[CostRow]) -> None:
     """One JSON object per line."""
     path.write_text("".join(json.dumps(row.as_dict()) + "\n" for row in rows))
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+Line = dict[str, Any]  # of the JSONL
+NOT_RUN = "not run"
+SCORES = ("8192_index_fp4", "32768_index_fp4")
+# what is wanted, rows, keys, limit in us: native, two cores, every head count
+TARGETS = (
+    ("640 FP8, 128 rows", 128, "640_fp8", 800.0),
+    ("128 FP8 + 512 FP4, 128 rows", 128, "128_fp8+512_fp4", 900.0),
+    ("640 FP8, 6 rows", 6, "640_fp8", 50.0),
+    ("128 FP8 + 512 FP4, 6 rows", 6, "128_fp8+512_fp4", 50.0),
+    ("640 FP8, 1 row", 1, "640_fp8", 27.0),
+    ("128 FP8 + 512 FP4, 1 row", 1, "128_fp8+512_fp4", 27.0),
+)
+INTEGER_LIMIT = 1.6  # times native
+TRAFFIC_LIMIT = 0.25  # of the bf16 rows' key traffic
+SCORE_LIMIT = 3.3  # ns per key and core, 16-bit lanes
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines)])
+
+
+def _met(worst: float, limit: float) -> str:
+    return "yes" if worst <= limit else "NO"
+
+
+def cost_page(lines: Sequence[Line]) -> str:
+    """Markdown of the lines of a cost file: targets, attention, what bounds it, the other operators. A launch that the
+    file does not hold reads "not run"."""
+    found = {CostPoint(*(line[name] for name in CostPoint._fields)): line for line in lines if "decode" in line["op"]}
+    ways = {(p.family, p.variant, p.keys, p.rows, p.lnc): None for p in cost_plan(lnc=(2, 1))}
+    times, bounds = [], []
+    for family, variant, keys, rows, lnc in sorted(ways, key=lambda way: (-way[4], way[3])):
+        mine = [found.get(CostPoint(family, variant, keys, rows, h, lnc)) for h in HEADS]
+        name = [keys, family, variant, str(rows), str(lnc)]
+        times.append([*name, *[NOT_RUN if line is None else f"{line['estimated_us']:.1f}" for line in mine]])
+        line = found.get(CostPoint(family, variant, keys, rows, 64, lnc))
+        if line is None:
+            bounds.append([*name, *[NOT_RUN] * 6])
+            continue
+        sizes = [f"{line[field] / 1e6:.2f}" for field in ("hbm_read_bytes", "hbm_written_bytes", "kv_traffic_bytes")]
+        bounds.append([*name, line["bound_by"], f"{line['boundary_us']:.0f}", *sizes, f"{line['descriptors']:,}"])
+    name = ["keys", "family", "variant", "rows", "lnc"]
+    parts = [
+        "### Targets",
+        _table(("target", "limit", "worst found", "met"), _targets(found, lines)),
+        "### Attention, microseconds of the kernel's body by number of heads",
+        _table((*name, *[f"{h} heads" if h > 1 else "1 head" for h in HEADS]), times),
+        "### What bounds it, 64 heads",
+        _table((*name, "bound by", "boundary us", "HBM read MB", "written MB", "KV traffic MB", "descriptors"), bounds),
+        "### Scores, selection, pooling",
+        _table(
+            ("operator", "on", "rows", "lnc", "us", "boundary us", "bound by", "HBM read MB", "descriptors"),
+            [
+                [
+                    *[str(line[field]) for field in ("op", "keys", "rows", "lnc")],
+                    f"{line['estimated_us']:.1f}",
+                    f"{line['boundary_us']:.0f}",
+                    line["bound_by"],
+                    f"{line['hbm_read_bytes'] / 1e6:.2f}",
+                    f"{line['descriptors']:,}",
+                ]
+                for line in lines
+                if "decode" not in line["op"]
+            ],
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _targets(found: dict[CostPoint, Line], lines: Sequence[Line]) -> list[list[str]]:
+    def us(variant: str, keys: str, rows: int, heads: int) -> float | None:
+        line = found.get(CostPoint("fused", variant, keys, rows, heads, 2))
+        return None if line is None else float(line["estimated_us"])
+
+    made = []
+    for what, rows, keys, limit in TARGETS:
+        each = [us("native", keys, rows, h) for h in HEADS]
+        known = [value for value in each if value is not None]
+        said = [f"{max(known):.1f} us", _met(max(known), limit)] if len(known) == len(HEADS) else [NOT_RUN, NOT_RUN]
+        made.append([f"{what}, native, two cores, all heads", f"{limit:.0f} us", *said])
+    pairs = [(us("integer", k, n, h), us("native", k, n, h)) for k in list(KEYS)[:2] for n in ROWS for h in HEADS]
+    ratios = [a / b for a, b in pairs if a is not None and b is not None]
+    if ratios:
+        share = "" if len(ratios) == len(pairs) else f", {len(ratios)} of {len(pairs)} run"
+        worst = f"{max(ratios):.2f} x{share}"
+        made.append(
+            ["integer variant against native, two cores", f"{INTEGER_LIMIT} x", worst, _met(max(ratios), INTEGER_LIMIT)]
+        )
+    for keys in list(KEYS)[:2]:
+        fused, rows = [kv_traffic(CostPoint(f, "native", keys, 128, 64, 2)) for f in ("fused", "bf16_rows")]
+        made.append(
+            [
+                f"KV traffic, {keys}, fused against bf16 rows",
+                "1/4",
+                f"1/{rows / fused:.1f}",
+                _met(fused / rows, TRAFFIC_LIMIT),
+            ]
+        )
+    scores = {(line["keys"], line["rows"], line["lnc"]): float(line["estimated_us"]) for line in lines}
+    slopes = [
+        (scores[SCORES[1], n, c] - scores[SCORES[0], n, c]) * 1e3 * c / (32768 - 8192)
+        for n in (1, 4)
+        for c in LNC
+        if (SCORES[0], n, c) in scores and (SCORES[1], n, c) in scores
+    ]
+    if slopes:
+        worst = f"{max(slopes):.2f} ns"
+        made.append(
+            [
+                "FP4 scores, 32 heads, up to 4 tokens, key and core",
+                f"{SCORE_LIMIT} ns",
+                worst,
+                _met(max(slopes), SCORE_LIMIT),
+            ]
+        )
+    return made
+
+
+if __name__ == "__main__":  # python -m sparse_mla.testing.neuron_cost cost.jsonl
+    sys.stdout.write(cost_page([json.loads(text) for text in Path(sys.argv[1]).read_text().splitlines()]))
