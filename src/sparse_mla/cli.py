@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+WIDE_TABLE = 132  # columns the bench's table needs
+
 INPUT_HELP = (
     "safetensors file with q [b, n, h, 512], window_kv [b, 127 + n, 512], compressed_kv [b, e, 512], "
     "index_q [b, n, i, 128], index_k [b, e, 128], index_weights [b, n, i] in bfloat16, and optionally attn_sink [h] in "
@@ -267,7 +269,7 @@ def bench(
         ratio = r.ratio_vs.get("best_torch")
         numbers = [f"{r.median_us:.1f}", f"{r.spread * 100:.0f}", f"{r.gflops:.1f}", f"{r.gbs:.1f}", *shares]
         table.add_row(r.op, r.case, r.backend, str(r.threads), *numbers, "-" if ratio is None else f"{ratio:.2f}x")
-    console = Console()
+    console = Console(width=max(WIDE_TABLE, Console().width))  # a narrower one would cut every number
     console.print(table)
     for sentence in skipped:
         console.print(sentence, markup=False, highlight=False)
