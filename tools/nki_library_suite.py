@@ -4,12 +4,14 @@
 
     pip install attrs scipy pytest-xdist pytest-html   # for the library's test harness, besides pytest and torch
     NKI_LIBRARY_DIR=<checkout of 2026-04-13, d2ad3a57> python tools/nki_library_suite.py core/cumsum core/max
-    NKI_LIBRARY_DIR=... python tools/nki_library_suite.py --seconds-per-family 120 --out results.jsonl
+    NKI_LIBRARY_DIR=... python tools/nki_library_suite.py --out results.jsonl --seconds 3600
+    NKI_LIBRARY_DIR=... python tools/nki_library_suite.py --out results.jsonl --resume --seconds-per-test 120
     python tools/nki_library_suite.py --table results.jsonl        # the table again, without running anything
 
 The library has a simulation mode that expects a simulator under names of its own; this file puts ours there, provides
-the few functions of `neuron_dtypes` its tests use, and runs each family in a process: small shapes first, with limits
-of processor time per test and per family. Nothing of the library is copied; its outputs go to a temporary directory.
+the few functions of `neuron_dtypes` its tests use, and runs the tests with limits of processor time and memory: always
+the cheapest kind of test next, and of a kind the smallest. Each test is a line in --out, so a run can be continued.
+Nothing of the library is copied; its outputs go to a temporary directory.
 
 The file is its own pytest plugin: the first half runs inside the library's pytest, the second half starts it.
 """
@@ -24,12 +26,14 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import types
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,7 +44,9 @@ hookimpl = HookimplMarker("pytest")
 
 SNAPSHOT = "aws-neuron/nki-library at d2ad3a57 (2026-04-13)"
 TESTS = Path("test/integration/nkilib")
-RESULTS, TEST_SECONDS, FAMILY_SECONDS = "NKI_SUITE_RESULTS", "NKI_SUITE_TEST_SECONDS", "NKI_SUITE_FAMILY_SECONDS"
+RESTARTS = 20  # of a process that a test killed
+SUITE = "NKI_SUITE"  # how the command hands its options to the plugin
+RUNNING = "ended the process that ran it"  # stands when nothing is written after it
 REQUIRED = (
     "core/cumsum", "core/max", "core/embeddings", "core/rmsnorm", "core/subkernels", "experimental/conv",
     "experimental/loss", "experimental/dynamic_shapes",
@@ -143,9 +149,28 @@ def install() -> None:
     sys.modules["nki_cpu_simulator"] = root
     sys.modules.update({f"nki_cpu_simulator.nki{name}": module for name, module in names.items()})
     sys.modules["neuron_dtypes"] = neuron_dtypes()
+    sys.modules["test.utils.kernel_tracer"] = tracer()
     generations = {"gen2": target.GEN2, "gen3": target.GEN3, "gen4": target.GEN4}
     # The harness names the generation of each test in this variable, right before it launches.
     target.from_environment = lambda: generations.get(os.environ.get("NKI_NC_VERSION", ""), target.GEN3)
+
+
+def tracer() -> types.ModuleType:
+    """Stands in for the harness' tracer of the tests that only trace: the compiler's front end is in no public package.
+
+    Such a kernel asserts about shapes and views while it is traced, and the simulator runs the same statements.
+    """
+    import nki
+
+    def trace_kernel(kernel_under_test: Any, **_: Any) -> None:
+        settings = kernel_under_test.compiler_input
+        os.environ["NKI_NC_VERSION"] = settings.platform_target.get_nc_gen()
+        inputs = {name.removesuffix(".must_alias_input"): a for name, a in kernel_under_test.kernel_input.items()}
+        nki.cpu_simulate(kernel_under_test.kernel_func)[settings.logical_nc_config](**inputs)
+
+    made = types.ModuleType("test.utils.kernel_tracer")
+    made.trace_kernel = trace_kernel  # type: ignore[attr-defined]
+    return made
 
 
 def size_of(item: Any) -> float:
@@ -178,24 +203,116 @@ class TooSlow(BaseException):
     """The test's time is up."""
 
 
+class Queue:
+    """What runs next: the function whose last test was cheapest, and of it the smallest test that is left.
+
+    Tests that were never tried go before those that earlier runs gave up on; a function whose tests are too slow three
+    times in a row rests until the next run.
+    """
+
+    def __init__(self, items: list[Any], earlier: set[str]) -> None:
+        self.left: dict[str, list[Any]] = {}
+        self.cost: dict[str, float] = {}
+        self.slow: collections.Counter[str] = collections.Counter()
+        for item in sorted(items, key=lambda item: (item.nodeid in earlier, size_of(item)), reverse=True):
+            self.left.setdefault(self.name(item), []).append(item)
+        for name in self.left:
+            self.cost[name] = 0.0
+
+    @staticmethod
+    def name(item: Any) -> str:
+        return str(item.nodeid.split("[")[0])
+
+    def next(self) -> Any:
+        ready = [name for name, items in self.left.items() if items and self.slow[name] < 3]
+        if not ready:
+            return None
+        return self.left[min(ready, key=lambda name: self.cost[name])].pop()
+
+    def done(self, item: Any, seconds: float, slow: bool) -> None:
+        name = self.name(item)
+        required = family_of(item.nodeid) in REQUIRED
+        self.cost[name] = seconds / 4 if required else seconds
+        self.slow[name] = self.slow[name] + 1 if slow else 0
+
+
 class Suite:
-    """The plugin: order, limits, and one JSON line per test."""
+    """The plugin: what runs and in which order, limits, and one JSON line per test."""
 
     def __init__(self) -> None:
-        self.limit = float(os.environ[TEST_SECONDS])
-        self.deadline = time.process_time() + float(os.environ[FAMILY_SECONDS])
-        self.expired = False
-        self.out = Path(os.environ[RESULTS]).open("a", encoding="utf-8")  # noqa: SIM115
+        given = json.loads(os.environ[SUITE])
+        self.limit, self.seconds = float(given["seconds_per_test"]), float(given["seconds"])
+        self.shard, self.shards = given["shard"]
+        self.resume, self.again = bool(given["resume"]), set(given["again"])
+        self.path = Path(given["out"])
+        self.expired = self.no_memory = False
+        self.states: dict[str, str] = {}
+        bytes_ = int(given["gigabytes"] * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (bytes_, bytes_))
 
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+    def write(self, test: str, state: str, reason: str = "", seconds: float = 0.0) -> None:
+        line = {"test": test, "state": state, "seconds": round(seconds, 2), "limit": self.limit, "reason": reason}
+        with self.path.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(line) + "\n")
+
+    def final(self, row: dict[str, Any] | None) -> bool:
+        """Whether a test needs no further run."""
+        if row is None or not self.resume or row["state"] in self.again:
+            return False
+        if row["state"] == "too slow":
+            return bool(row.get("limit", 0.0) >= self.limit)
+        return row["state"] != "not run"
+
+    @hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self) -> None:
         import logging
 
         from test.utils import test_orchestrator  # type: ignore[import-not-found]
 
+        harness = test_orchestrator.Orchestrator
         # The attribute exists only after a compilation, which simulation mode skips.
-        test_orchestrator.Orchestrator._compiled_kernel = None
+        harness._compiled_kernel = None
+        # Files of the inputs, which the laboratory's runner reads and simulation does not.
+        harness._Orchestrator__dump_kernel_inputs__ = lambda *_: {}
         logging.getLogger().setLevel("WARNING")
-        items.sort(key=size_of)
+
+    def pytest_deselected(self, items: list[Any]) -> None:
+        rows = load(self.path)
+        for item in items:
+            if item.nodeid not in rows and self.shard == 0:
+                self.write(item.nodeid, "needs trn3", "the library marks it as not for trn2")
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        rows = load(self.path)
+        collected = {item.nodeid for item in session.items}
+        if self.shard == 0:
+            for test in collected - set(rows):
+                self.write(test, "not run", "not reached")
+            if not session.config.option.keyword:
+                # Combinations that the library drew in an earlier run and no longer draws.
+                files = {test.split("::")[0] for test in collected}
+                for test, row in rows.items():
+                    if test.split("::")[0] in files and test not in collected and row["state"] != "needs trn3":
+                        self.write(test, "gone")
+        mine = [item for item in session.items if zlib.crc32(item.nodeid.encode()) % self.shards == self.shard]
+        mine = [item for item in mine if not self.final(rows.get(item.nodeid))]
+        earlier = {item.nodeid for item in mine if rows.get(item.nodeid, {}).get("state", "not run") != "not run"}
+        self.queue = Queue(mine, earlier)
+
+    @hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: Any) -> bool:
+        if session.config.option.collectonly:
+            return True
+        end = time.process_time() + self.seconds
+        item = self.queue.next()
+        while item is not None:
+            following = self.queue.next() if time.process_time() < end else None
+            started = time.process_time()
+            self.write(item.nodeid, "too slow", RUNNING)
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            self.queue.done(item, time.process_time() - started, self.states.get(item.nodeid) == "too slow")
+            item = following
+        return True
 
     def alarm(self, *_: Any) -> None:
         from sparse_mla.simulator import core
@@ -209,18 +326,23 @@ class Suite:
             raise TooSlow
 
     @hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_call(self, item: Any) -> Any:
-        import pytest
-
-        self.expired = False
-        if time.process_time() > self.deadline:
-            pytest.skip("the family's time is up")
+    def pytest_runtest_call(self) -> Any:
+        self.expired = self.no_memory = False
+        self.started = time.process_time()
         signal.signal(signal.SIGPROF, self.alarm)
         signal.setitimer(signal.ITIMER_PROF, self.limit)  # processor time: a busy machine changes nothing
         try:
             return (yield)
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
+
+    @hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, call: Any) -> Any:
+        error = call.excinfo.value if call.excinfo is not None else None
+        while error is not None and call.when == "call":
+            self.no_memory = self.no_memory or isinstance(error, MemoryError)
+            error = error.__cause__ or error.__context__
+        return (yield)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when != "call" and report.outcome == "passed":
@@ -233,17 +355,15 @@ class Suite:
             state = "not run"
         elif state == "failed":
             reason = sentence(report)
-        state, reason = classify(state, reason, self.expired)
-        line = {"test": report.nodeid, "state": state, "seconds": round(report.duration, 2), "reason": reason}
-        self.out.write(json.dumps(line) + "\n")
-        self.out.flush()
+        seconds = time.process_time() - self.started if report.when == "call" else 0.0
+        state, reason = classify(state, reason, self.expired, self.no_memory)
+        self.states[report.nodeid] = state
+        self.write(report.nodeid, state, reason, seconds)
 
     def pytest_collectreport(self, report: Any) -> None:
-        if report.outcome == "failed":
-            state, reason = classify("failed", sentence(report), False)
-            line = {"test": report.nodeid, "state": state, "seconds": 0.0, "reason": f"collection: {reason}"}
-            self.out.write(json.dumps(line) + "\n")
-            self.out.flush()
+        if report.outcome == "failed" and self.shard == 0:
+            state, reason = classify("failed", sentence(report), False, False)
+            self.write(report.nodeid, state, f"collection: {reason}")
 
 
 def sentence(report: Any) -> str:
@@ -254,12 +374,12 @@ def sentence(report: Any) -> str:
     return (lines[0] if crash is not None and lines else lines[-1] if lines else "")[:400]
 
 
-def classify(state: str, reason: str, expired: bool) -> tuple[str, str]:
+def classify(state: str, reason: str, expired: bool, no_memory: bool) -> tuple[str, str]:
     """(state, reason) of one test for the table."""
     if expired:
-        return "too slow", "time limit of a test"
-    if state == "not run" and "time is up" in reason:
-        return "not run", "time limit of the family"
+        return "too slow", "processor time limit of a test"
+    if state != "passed" and (no_memory or re.search(r"Unable to allocate|can't allocate memory|bad_alloc", reason)):
+        return "too slow", "memory limit of a test"
     if re.search(r"IndentationError|'Platforms' is not defined|No module named 'nkilib", reason):
         return "excluded", f"a file of the snapshot cannot be imported by anybody ({reason})"
     if "nki.compiler.frontend" in reason:
@@ -282,7 +402,7 @@ def pytest_configure(config: Any) -> None:
     config.pluginmanager.register(Suite(), "nki-library-suite")
 
 
-if RESULTS in os.environ:  # imported by pytest as a plugin: before the library's conftest
+if SUITE in os.environ:  # imported by pytest as a plugin: before the library's conftest
     sys.meta_path.append(_Absent())
     install()
 
@@ -296,30 +416,33 @@ def families(root: Path) -> list[str]:
     return sorted(found, key=lambda name: (name not in REQUIRED, name))
 
 
-def run_family(root: Path, family: str, results: Path, test_seconds: float, family_seconds: float, k: str) -> str:
-    """Run one family in its own process; returns the end of pytest's output when it could not even start."""
+def run_shard(root: Path, chosen: list[str], k: str, options: dict[str, Any]) -> str:
+    """Run one process's share of the tests; returns the end of pytest's output when it could not even start."""
     here = Path(__file__).resolve().parent
-    with tempfile.TemporaryDirectory(prefix="nki-suite-") as scratch:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(here), str(here.parent / "src"), str(root / "src"), str(root)]),
-            "PYTHONDONTWRITEBYTECODE": "1", "NEURON_PYTHONHASHSEED": "0",
-            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
-            RESULTS: str(results), TEST_SECONDS: str(test_seconds), FAMILY_SECONDS: str(family_seconds),
-        }  # fmt: skip
-        command = [
-            sys.executable, "-m", "pytest", "-p", "nki_library_suite", "-p", "no:cacheprovider",
-            "-p", "no:timeout", "-c", "test/pytest.ini", "-o", f"artifacts_dir={scratch}/artifacts", "--rootdir", ".",
-            str(TESTS / family), "--test-mode", "simulation", "--output-directory", f"{scratch}/out", "-q",
-            "--no-header", "--continue-on-collection-errors", "--assert=plain", "-W", "ignore", "--tb=line",
-            *(["-k", k] if k else []),
-        ]  # fmt: skip
-        try:
-            done = subprocess.run(
-                command, cwd=root, env=environment, capture_output=True, text=True, timeout=6 * family_seconds + 300
-            )
-        except subprocess.TimeoutExpired:
-            return "stopped: the family did not end in time"
+    files = [str(path) for family in chosen for path in sorted((root / TESTS / family).glob("test_*.py"))]
+    for _ in range(RESTARTS):
+        with tempfile.TemporaryDirectory(prefix="nki-suite-") as scratch:
+            environment = {
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(here), str(here.parent / "src"), str(root / "src"), str(root)]),
+                "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "NEURON_PYTHONHASHSEED": "0",
+                "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+                # Its simulation mode leaves out every test with 4096 or more in its name; here time and memory decide.
+                "NKILIB_SIMULATION_RUN_ALL": "1",
+                SUITE: json.dumps(options),
+            }  # fmt: skip
+            command = [
+                sys.executable, "-m", "pytest", "-p", "nki_library_suite", "-p", "no:cacheprovider",
+                "-p", "no:timeout", "-c", "test/pytest.ini", "-o", f"artifacts_dir={scratch}/artifacts",
+                "--rootdir", ".", *files,
+                "--test-mode", "simulation", "--output-directory", f"{scratch}/out", "--force-local-cleanup", "-q",
+                "--no-header", "--continue-on-collection-errors", "--assert=plain", "-W", "ignore", "--tb=line",
+                *(["-k", k] if k else []),
+            ]  # fmt: skip
+            done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode >= 0:
+            break
+        options = {**options, "resume": True}  # the process was killed: go on behind the test that ended it
     return "" if done.returncode in (0, 1, 5) else (done.stdout + done.stderr)[-1500:]
 
 
@@ -329,6 +452,8 @@ def load(path: Path) -> dict[str, dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         rows[row["test"]] = row
+        if row["state"] == "gone":
+            del rows[row["test"]]
     return rows
 
 
@@ -380,8 +505,11 @@ def main() -> int:
     parser.add_argument("families", nargs="*", help="as core/cumsum; default: all of them, the required ones first")
     parser.add_argument("--required", action="store_true", help=f"only {', '.join(REQUIRED)}")
     parser.add_argument("--out", type=Path, help="JSON lines, appended; default: a temporary file")
-    parser.add_argument("--seconds-per-test", type=float, default=30.0)
-    parser.add_argument("--seconds-per-family", type=float, default=300.0)
+    parser.add_argument("--resume", action="store_true", help="skip tests of --out with a final state")
+    parser.add_argument("--again", nargs="*", default=[], choices=STATES, help="states that --resume runs once more")
+    parser.add_argument("--seconds-per-test", type=float, default=30.0, help="processor time")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="processor time of each process")
+    parser.add_argument("--gigabytes", type=float, default=6.0, help="memory of each process")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("-k", default="", help="only tests that match, as pytest's -k")
     parser.add_argument("--table", type=Path, help="print the table of such a file and run nothing")
@@ -403,17 +531,18 @@ def main() -> int:
     out = options.out or Path(tempfile.mkstemp(suffix=".jsonl")[1])
     out = out.resolve()
     out.touch()
+    shared = {
+        "out": str(out), "seconds": options.seconds, "seconds_per_test": options.seconds_per_test,
+        "gigabytes": options.gigabytes, "resume": options.resume, "again": options.again,
+    }  # fmt: skip
     with ThreadPoolExecutor(options.processes) as pool:
-        jobs = {
-            family: pool.submit(
-                run_family, root, family, out, options.seconds_per_test, options.seconds_per_family, options.k
-            )
-            for family in chosen
-        }
-        for family, job in jobs.items():
-            trouble = job.result()
-            if trouble:
-                print(f"{family}: {trouble}", file=sys.stderr)
+        jobs = [
+            pool.submit(run_shard, root, chosen, options.k, {**shared, "shard": (number, options.processes)})
+            for number in range(options.processes)
+        ]
+        for job in jobs:
+            if trouble := job.result():
+                print(trouble, file=sys.stderr)
     rows = {test: row for test, row in load(out).items() if family_of(test) in chosen}
     print(f"{SNAPSHOT}, simulated (values only; nothing ran on a device)\n")
     print(markdown(rows))
