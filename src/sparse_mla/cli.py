@@ -8,6 +8,7 @@ import json
 import shlex
 import sys
 from collections import defaultdict
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-WIDE_TABLE = 132  # columns the bench's table needs
+WIDE_TABLE = 160  # columns the bench's table needs
 
 INPUT_HELP = (
     "safetensors file with q [b, n, h, 512], window_kv [b, 127 + n, 512], compressed_kv [b, e, 512], "
@@ -212,8 +213,9 @@ def bench(
     plot: Path | None,
 ) -> None:
     """Time the backends against torch and against the machine. Exit code 1 on a regression beyond noise."""
-    from .testing.bench import compare_baseline, run_plan, select_plan, write_jsonl
+    from .testing.bench import compare_baseline, json_line, run_plan, select_plan
     from .testing.check import require
+    from .testing.contestants import is_torch
 
     require(op, backend)
     if cost:
@@ -234,12 +236,14 @@ def bench(
         return
     entries = select_plan(op, case_name, quick=quick)
     if not entries:
-        raise click.ClickException("no row of the plan matches.")
+        raise click.ClickException(f"no row of the {'quick ' if quick else ''}plan matches.")
     skipped: list[str] = []
-    with _progress() as progress:
+    rows: list[BenchRow] = []
+    # A full plan takes half an hour: what is measured is written at once, whatever happens later.
+    with nullcontext() if out is None else out.open("w") as written, _progress() as progress:
         total = sum(len([n for n in e.threads if not threads or n in threads]) for e in entries)
         task = progress.add_task("measuring", total=total)
-        rows = run_plan(
+        for row in run_plan(
             entries,
             backend=backend,
             threads=threads or None,
@@ -248,7 +252,13 @@ def bench(
             min_seconds=0.005 if quick else 0.03,
             on_row=lambda name: progress.update(task, description=name, advance=1),
             on_skip=skipped.append,
-        )
+        ):
+            rows.append(row)
+            if written is not None:
+                written.write(json_line(row))
+                written.flush()
+            if not progress.console.is_terminal:  # a log shows no progress bar
+                click.echo(f"{row.op} {row.case} {row.backend} {row.threads}t: {row.median_us:.1f} us", err=True)
     table = _table(
         "operator",
         "case",
@@ -263,18 +273,28 @@ def bench(
         "strm%",
         "gath%",
         "best torch",
+        "compiled",
+        "others",
     )
     for r in rows:
         shares = ["-" if x is None else f"{x:.0f}" for x in (r.pct_peak, r.pct_gemm, r.pct_stream, r.pct_gather)]
-        ratio = r.ratio_vs.get("best_torch")
+        compiled = [ratio for name, ratio in r.ratio_vs.items() if name.startswith("compiled_")]
+        ratios = [r.ratio_vs.get("best_torch"), min(compiled, default=None)]
+        others = [f"{n} {x:.2f}x" for n, x in r.ratio_vs.items() if not is_torch(n) and n != "best_torch"]
         numbers = [f"{r.median_us:.1f}", f"{r.spread * 100:.0f}", f"{r.gflops:.1f}", f"{r.gbs:.1f}", *shares]
-        table.add_row(r.op, r.case, r.backend, str(r.threads), *numbers, "-" if ratio is None else f"{ratio:.2f}x")
+        table.add_row(
+            r.op,
+            r.case,
+            r.backend,
+            str(r.threads),
+            *numbers,
+            *("-" if x is None else f"{x:.2f}x" for x in ratios),
+            "\n".join(others),
+        )
     console = Console(width=max(WIDE_TABLE, Console().width))  # a narrower one would cut every number
     console.print(table)
     for sentence in skipped:
         console.print(sentence, markup=False, highlight=False)
-    if out is not None:
-        write_jsonl(rows, out)
     if plot is not None:
         _write_report(plot, rows, quick=quick, backend=backend, skipped=skipped)
     regressions = [] if baseline is None else compare_baseline(rows, baseline)

@@ -188,12 +188,12 @@ def run_plan(
     min_seconds: float = 0.03,
     on_row: Callable[[str], None] = lambda name: None,
     on_skip: Callable[[str], None] = lambda sentence: None,
-) -> list[BenchRow]:
-    """Measure the rows of a plan. `compiled=False` leaves torch.compile out, which takes seconds per case."""
+) -> Iterator[BenchRow]:
+    """Measure the rows of a plan, each handed out as soon as it is known: a full plan takes half an hour.
+    `compiled=False` leaves torch.compile out, which takes seconds per case."""
     roofs: dict[int, Roofs] = {}
     gathers: dict[tuple[int, int, int], float] = {}
     commit = _commit()
-    rows: list[BenchRow] = []
     for entry in entries:
         problems = rotation(entry.case, entry.footprint_bytes)
         counts = [n for n in entry.threads if n in (threads or entry.threads)]
@@ -213,8 +213,7 @@ def run_plan(
                 if not any(name.startswith("@") for name in actions):
                     continue
                 timings = interleave(actions, rounds=rounds, min_seconds=min_seconds)
-            rows += _rows(entry, count, timings, roofs[count], gather, commit)
-    return rows
+            yield from _rows(entry, count, timings, roofs[count], gather, commit)
 
 
 def _actions(
@@ -330,9 +329,14 @@ def _commit() -> str:
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
+def json_line(row: BenchRow) -> str:
+    """The row as one line of the result file."""
+    return json.dumps(asdict(row)) + "\n"
+
+
 def write_jsonl(rows: Iterable[BenchRow], path: Path) -> None:
     """One JSON object per line."""
-    path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    path.write_text("".join(json_line(row) for row in rows))
 
 
 def read_jsonl(path: Path) -> list[BenchRow]:
