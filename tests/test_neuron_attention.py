@@ -357,11 +357,13 @@ def test_scales_that_integers_cannot_raise_are_refused(strategy: str) -> None:
         assert bool(torch.isfinite(simulated(strategy, q, [KVScope(cache, others)]).lse).all())
 
 
+@pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_slots_out_of_range_are_refused_before_the_launch(strategy: str) -> None:
+def test_slots_out_of_range_are_refused_before_the_launch(strategy: str, number: int) -> None:
     scopes, q = scopes_for(strategy, 2), queries(2, 1, 2)
-    scopes[1].indices[1, 0, 7] = scopes[1].cache.num_slots
-    with launch.recording() as calls, pytest.raises(SlotRangeError, match=r"scopes\[1\].indices must be -1 or a slot"):
+    scopes[number].indices[1, 0, 7] = scopes[number].cache.num_slots
+    sentence = rf"scopes\[{number}\].indices must be -1 or a slot"
+    with launch.recording() as calls, pytest.raises(SlotRangeError, match=sentence):
         simulated(strategy, q, scopes)
     assert calls == []
 
@@ -484,8 +486,7 @@ SMALL_TRANSFERS = {
     "load_index_columns": "a row's indices of one chunk are 4 bytes per partition",
     "load_lanes": "one softmax scale per lane",
     "store_lanes": "lse is 4 bytes per head",
-    "attend": "the sink, once per launch",
-    "shared_attn": "the sink, once per launch",
+    "load_sink": "the sink, once per launch",
     "gather_chunk": "16 or 32 scale bytes of a planar record; costed apart",
     "fill_rows": "lse of padding rows",
 }

@@ -10,7 +10,7 @@ import torch
 
 from sparse_mla import KVScope, PagedCache, sparse_decode
 from sparse_mla.dispatch import OPS, Implementation
-from sparse_mla.formats import V41_FP8
+from sparse_mla.formats import BF16, INDEX_FP4, INDEX_FP8, V41_FP4, V41_FP8, RecordFormat
 from sparse_mla.kernels import launch
 from sparse_mla.simulator import isa as nisa
 from sparse_mla.simulator import jit
@@ -160,6 +160,21 @@ def test_float8_input_is_refused_before_tracing() -> None:
     assert [f.rule for f in findings] == ["a"]
     assert "uint8 view" in findings[0].message
     assert not traced
+
+
+@pytest.mark.parametrize("fmt", [BF16, V41_FP8, V41_FP4, INDEX_FP8, INDEX_FP4], ids=str)
+def test_records_decode_without_64_bit_integers(fmt: RecordFormat) -> None:
+    """`torch.where(mask, 8, 0)` of two plain numbers is int64, twice the bytes of every temporary after it."""
+
+    class Decode(torch.nn.Module):
+        def forward(self, records: torch.Tensor) -> torch.Tensor:
+            return launch.decode_rows(records, fmt)
+
+    graph = torch.export.export(Decode(), (bytes_(4, fmt.record_bytes),), strict=True).graph
+    values = {node.name: node.meta.get("val") for node in graph.nodes if node.op == "call_function"}
+    dtypes = {name: value.dtype for name, value in values.items() if isinstance(value, torch.Tensor)}
+    assert dtypes
+    assert [name for name, dtype in dtypes.items() if dtype in (torch.int64, torch.float64)] == []
 
 
 def test_whole_cache_decode_is_exempt() -> None:

@@ -12,6 +12,7 @@ import torch
 from sparse_mla import config, simulator
 from sparse_mla.caches import PagedCache
 from sparse_mla.dispatch import presence
+from sparse_mla.errors import SlotRangeError
 from sparse_mla.formats import INDEX_FP4, INDEX_FP8, RecordFormat, decode, encode, encode_query
 from sparse_mla.kernels import launch, selection, weighted_scores
 from sparse_mla.kernels.softmax_pool import softmax_pool_kernel
@@ -26,8 +27,7 @@ from sparse_mla.testing.demo import make_inputs, run_demo
 from sparse_mla.testing.neuron_graph import check_case, check_graph
 
 PARAMS = SimulatorParams(gen=3, show_warnings=False)
-TIMED = SimulatorParams(gen=3, show_warnings=False, timing=True)
-KINDS = {INDEX_FP4.name: "fp4", INDEX_FP8.name: "fp8"}
+TIMED = SimulatorParams(gen=3, show_warnings=False, timing=True, checks=False)
 
 
 @pytest.fixture(autouse=True)
@@ -126,9 +126,10 @@ def _pages(records: torch.Tensor, fmt: RecordFormat, page: int) -> torch.Tensor:
 
 
 def _run_pages(
-    records: torch.Tensor, fmt: RecordFormat, q: torch.Tensor, w: torch.Tensor, *, section: int = 16, lanes: int = 16,
+    records: torch.Tensor, kind: str, q: torch.Tensor, w: torch.Tensor, *, section: int = 16, lanes: int = 16,
     grid: int = 1, params: SimulatorParams = PARAMS,
 ) -> Any:  # fmt: skip
+    fmt = INDEX_FP4 if kind == "fp4" else INDEX_FP8
     page = 64
     pool = _pages(records, fmt, page).reshape(-1, 4)
     first = torch.arange(0, records.shape[0], section)
@@ -140,13 +141,15 @@ def _run_pages(
         padded = torch.nn.functional.pad(units, (0, -len(units) % 128), value=-1)
         columns.append(padded.reshape(-1, 128).T.int().contiguous())
     return simulator.run(
-        weighted_scores.page_scores, q, pool, *columns, w, 1, section, KINDS[fmt.name], lanes, grid=grid, params=params
+        weighted_scores.page_scores, q, pool, *columns, w, 1, section, kind, lanes, grid=grid, params=params
     )
 
 
-@pytest.mark.parametrize(("fmt", "lanes"), [(INDEX_FP4, 16), (INDEX_FP4, 32), (INDEX_FP8, 16)], ids=str)
-def test_every_code_and_scale_byte_on_chip(fmt: RecordFormat, lanes: int) -> None:
-    """A query of +-1 in one dimension reads a key back: relu(k) - relu(-k) = k. Codes of NaN and scale 255 read 0."""
+@pytest.mark.parametrize(("kind", "lanes"), [("fp4", 16), ("fp4", 32), ("fp8_integer", 16), ("fp8_native", 16)])
+def test_every_code_and_scale_byte_on_chip(kind: str, lanes: int) -> None:
+    """A query of +-1 in one dimension reads a key back: relu(k) - relu(-k) = k. Codes of NaN and scale 255 read 0.
+    Native decoding knows no exponent field 15: such a key is NaN, and no other key is touched by it."""
+    fmt = INDEX_FP4 if kind == "fp4" else INDEX_FP8
     scales = (0, 1, 9, 60, 119, 127, 128, 200, 246, 254, 255)
     records = torch.zeros(256 * len(scales), fmt.record_bytes, dtype=torch.uint8)
     records[:, : fmt.data_bytes] = torch.arange(256, dtype=torch.uint8).repeat(len(scales)).unsqueeze(1)
@@ -155,8 +158,13 @@ def test_every_code_and_scale_byte_on_chip(fmt: RecordFormat, lanes: int) -> Non
         q = torch.zeros(2, 128)
         q[0, dim], q[1, dim] = 1.0, -1.0
         w = torch.tensor([[1.0], [-1.0]])
-        found = _run_pages(records, fmt, q.bfloat16(), w, lanes=lanes).outputs[0][0, : len(records)]
+        found = _run_pages(records, kind, q.bfloat16(), w, lanes=lanes).outputs[0][0, : len(records)]
         expected = decode(records, fmt, dtype=torch.float32)[:, dim]
+        if kind == "fp8_native":
+            beyond = (records[:, dim] & 0x7F) >= 0x78
+            assert not bool(torch.isfinite(found[beyond & (records[:, fmt.data_bytes] != 0)]).any())
+            beyond |= torch.isinf(expected)  # times the zeros of the query: NaN, as in the reference
+            found, expected = found[~beyond], expected[~beyond]
         small = expected.abs() < 2.0**-117  # key bits that a raised bfloat16 cannot hold
         assert torch.equal(torch.where(small, 0.0, found), torch.where(small, 0.0, expected)), dim
         assert bool((found[small].abs() <= 2.0**-116).all())
@@ -198,6 +206,74 @@ def test_a_row_of_scores_depends_on_itself_and_its_keys_alone() -> None:
         assert torch.equal(score(slice(0, 3), table, PagedCache(poisoned, INDEX_FP4, page)), whole)
 
 
+def _fp8_keys(cap: int, generator: torch.Generator) -> tuple[Any, PagedKeys, torch.Tensor]:
+    """(q, keys, weights) of two rows whose contexts end inside a page; the cache is written and declared with `cap`."""
+    page = 64
+    records = encode(torch.randn(6 * page, 128, generator=generator).bfloat16() * 300, INDEX_FP8, e4m3_max=cap)
+    cache = PagedCache(_pages(records, INDEX_FP8, page), INDEX_FP8, page, e4m3_max=cap)
+    table = torch.tensor([[5, 0, 3], [1, 4, 2]], dtype=torch.int32)
+    lens = torch.tensor([[130], [77]], dtype=torch.int32)
+    q = encode_query(torch.randn(2, 1, 8, 128, generator=generator).bfloat16(), INDEX_FP8)
+    return (
+        (q.q_fp.view(torch.uint8), q.q_sf),
+        PagedKeys(cache, table, lens, 192),
+        torch.randn(2, 8, generator=generator),
+    )
+
+
+def test_the_declared_cap_chooses_how_fp8_keys_are_read() -> None:
+    """Records of the 224 cap score the same bits either way; those of 448 are read by integers."""
+    q, keys, weights = _fp8_keys(224, _generator(10))
+    declared_448 = PagedCache(keys.cache.data, INDEX_FP8, 64, e4m3_max=448)
+    found, kinds = [], []
+    for cache in (keys.cache, declared_448):
+        with launch.recording() as calls:
+            pages = keys._replace(cache=cache)
+            found.append(index_logits(q, pages, weights, out_dtype=torch.float32, backend="simulated"))
+        kinds.append(calls[0].constants["kind"])
+    assert kinds == ["fp8_native", "fp8_integer"]
+    assert torch.equal(*found)
+    expected = index_logits(q, keys, weights, out_dtype=torch.float32, backend="reference")
+    torch.testing.assert_close(found[0], expected, rtol=2e-5, atol=0.3)
+    q, keys, weights = _fp8_keys(448, _generator(10))
+    wide = index_logits(q, keys, weights, out_dtype=torch.float32, backend="simulated")
+    expected = index_logits(q, keys, weights, out_dtype=torch.float32, backend="reference")
+    torch.testing.assert_close(wide, expected, rtol=2e-5, atol=0.3)
+
+
+def test_codes_past_a_declared_cap_are_refused_in_keys_that_are_scored() -> None:
+    """Row 1 ends after 13 keys of page 4: the 13th is its last; the 14th may hold anything and changes no bit."""
+    q, keys, weights = _fp8_keys(224, _generator(11))
+    data = keys.cache.data
+    before = index_logits(q, keys, weights, backend="simulated")
+    for garbage in (0x7A, 0xFF):
+        data[4, 13 * 128 : 64 * 128] = garbage
+        assert torch.equal(index_logits(q, keys, weights, backend="simulated"), before)
+    data[4, 12 * 128 + 7] = 0xF9
+    with launch.recording() as calls, pytest.raises(SlotRangeError, match=r"code 0xF9 in slot 268.*e4m3_max=224"):
+        index_logits(q, keys, weights, backend="simulated")
+    assert calls == []
+    declared_448 = keys._replace(cache=PagedCache(data, INDEX_FP8, 64, e4m3_max=448))
+    found = index_logits(q, declared_448, weights, out_dtype=torch.float32, backend="simulated")
+    expected = index_logits(q, declared_448, weights, out_dtype=torch.float32, backend="reference")
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=0.3)
+
+
+def test_wide_lanes_are_a_switch() -> None:
+    """SPARSE_MLA_NEURON_LANES reaches the kernel and changes no bit."""
+    g = _generator(12)
+    records = encode(torch.randn(128, 128, generator=g).bfloat16(), INDEX_FP4)
+    q = encode_query(torch.randn(1, 1, 4, 128, generator=g).bfloat16(), INDEX_FP4)
+    table, lens = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([[128]], dtype=torch.int32)
+    keys = PagedKeys(PagedCache(_pages(records, INDEX_FP4, 64), INDEX_FP4, 64), table, lens)
+    found = []
+    for lanes in (16, 32):
+        with config.override(SPARSE_MLA_NEURON_LANES=lanes), launch.recording() as calls:
+            found.append(index_logits(q, keys, torch.ones(1, 4), backend="simulated"))
+        assert calls[0].constants["lanes"] == lanes
+    assert torch.equal(*found)
+
+
 def test_a_pool_past_2_to_the_24_units() -> None:
     """Unit indices never pass through float32, where 2^24 + 1 does not exist."""
     g = _generator(6)
@@ -216,17 +292,17 @@ def test_a_pool_past_2_to_the_24_units() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("lanes", "bound"), [(32, 2.6), (16, 3.3)])
+@pytest.mark.parametrize(("kind", "lanes", "bound"), [("fp4", 32, 2.6), ("fp4", 16, 3.3), ("fp8_native", 16, 2.6)])
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_estimated_time_of_a_key(lanes: int, bound: float, tokens: int) -> None:
-    """Nanoseconds of the cost model that a further e2m1 key takes one core, 32 heads; not a measurement."""
+def test_estimated_time_of_a_key(kind: str, lanes: int, bound: float, tokens: int) -> None:
+    """Nanoseconds of the cost model that a further key takes one core, 32 heads; not a measurement."""
     g = _generator(8)
     q = torch.randn(tokens * 32, 128, generator=g).bfloat16()
     w = torch.randn(32, tokens, generator=g)
     spent = []
     for n in (8192, 16384):
-        records = encode(torch.randn(n, 128, generator=g).bfloat16(), INDEX_FP4)
-        spent.append(_run_pages(records, INDEX_FP4, q, w, section=32, lanes=lanes, params=TIMED).estimate.total_us)
+        records = torch.zeros(n, (INDEX_FP4 if kind == "fp4" else INDEX_FP8).record_bytes, dtype=torch.uint8)
+        spent.append(_run_pages(records, kind, q, w, section=32, lanes=lanes, params=TIMED).estimate.total_us)
     assert (spent[1] - spent[0]) / 8192 * 1000 <= bound
 
 

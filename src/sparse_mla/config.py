@@ -106,6 +106,12 @@ def _cap(text: str) -> int:
     return int(text)
 
 
+def _lanes(text: str) -> int:
+    if text not in ("16", "32"):
+        raise ValueError("16 or 32")
+    return int(text)
+
+
 GIB = 1 << 30
 
 VARIABLES: dict[str, Variable[Any]] = {
@@ -168,6 +174,12 @@ VARIABLES: dict[str, Variable[Any]] = {
             _choice("trn1", "gen2", "trn2", "gen3", "trn3", "gen4"),
             "trn2",
             "Neuron generation the simulator stands for.",
+        ),
+        Variable(
+            "SPARSE_MLA_NEURON_LANES",
+            _lanes,
+            16,
+            "Bits of FP4 codes a Trainium bit operation takes at once: 16 anywhere, 32 where probe A13 says exact.",
         ),
         Variable("NEURON_LOGICAL_NC_CONFIG", _integer(1), 0, "Physical cores per logical core; 0: as the launch says."),
     )

@@ -182,13 +182,37 @@ def one_hot_rows(rows, width):
     return select
 
 
-def load_mask(bias, first, count, key, keys):
-    """[count rows, keys] bf16 of the per-slot bias, one row per partition."""
+def load_mask(bias, first, count, key, keys, has_low):
+    """bf16 tiles [count rows, keys] whose sum is the per-slot bias of these rows, one row per partition: one tile
+    holds 0 and EMPTY; with `has_low` a second one adds the next eight bits of finer values."""
     wide = nl.ndarray(shape=(P, keys), dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=wide[0:count, :], src=bias[first : first + count, BIAS_PAD + key : BIAS_PAD + key + keys])
-    mask = nl.ndarray(shape=(P, keys), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.activation(dst=mask[0:count, :], op=nl.copy, data=wide[0:count, :])
-    return mask
+    high = nl.ndarray(shape=(P, keys), dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.activation(dst=high[0:count, :], op=nl.copy, data=wide[0:count, :])
+    tiles = [high[0:count, :]]
+    if has_low:
+        low = nl.ndarray(shape=(P, keys), dtype=nl.bfloat16, buffer=nl.sbuf)
+        nisa.tensor_tensor(
+            dst=low[0:count, :],
+            data1=wide[0:count, :],
+            data2=high[0:count, :],
+            op=nl.subtract,
+            engine=nisa.engine.vector,
+        )
+        tiles.append(low[0:count, :])
+    return tiles
+
+
+def mask_bank(bank, masks, select, first):
+    """bank [lanes, keys] = the masks' columns from `first` on, each row's on its own lanes. Opens the bank's chain of
+    matmuls."""
+    for j in range(len(masks)):
+        nisa.nc_matmul(
+            dst=bank,
+            stationary=select,
+            moving=masks[j][:, first : first + bank.shape[1]],
+            accumulate=j > 0,
+        )
 
 
 def load_lanes(dst, src, offset, step, count, width, run):
@@ -198,6 +222,16 @@ def load_lanes(dst, src, offset, step, count, width, run):
             dst=dst[i * width : (i + 1) * width, :],
             src=src.ap(pattern=[[0, width], [1, run]], offset=offset + i * step),
         )
+
+
+def load_sink(sink, heads, width, count):
+    """[128, 1] fp32: the sink of each head in the lanes of each row of a group."""
+    lanes = column_tile()
+    if heads < width:
+        nisa.memset(dst=lanes, value=0.0, engine=nisa.engine.vector)
+    for i in range(count):
+        nisa.dma_copy(dst=lanes[i * width : i * width + heads, :], src=sink)
+    return lanes
 
 
 def load_index_columns(idx, first, count, chunks, is_columns):
@@ -313,16 +347,26 @@ def fill_rows(dst, first, stop):
         nisa.dma_copy(dst=dst[start : start + count, :], src=zeros[0:count, :])
 
 
+def scope_of(kind, chunks, pool, idx, scale_idx, is_columns):
+    """Keys of one kind that `attend` reads: `chunks` chunks a row of `pool`, at `idx`. Kind "rows" is gathered already:
+    pool holds the keys of all rows one after another."""
+    return {
+        "kind": kind,
+        "chunks": chunks,
+        "pool": pool,
+        "idx": idx,
+        "scale_idx": scale_idx,
+        "is_columns": is_columns,
+    }
+
+
 def column_tile():
     """(128, 1) float32."""
     return nl.ndarray(shape=(P, 1), dtype=nl.float32, buffer=nl.sbuf)
 
 
 def attend(q, bias, sink, scopes, active, with_lse, with_max, exact_bias, out_fp32, lanes):
-    """The body of every kernel here. `scopes`: list of dicts with kind, chunks, pool, idx, scale_idx, is_columns.
-
-    Kind "rows" is gathered already: pool holds the keys of all rows one after another.
-    """
+    """The body of every kernel here but `shared_attn`. `scopes`: a list of what `scope_of` makes."""
     rows = bias.shape[0]
     keys = bias.shape[1] - BIAS_PAD
     chunks = keys // P
@@ -405,11 +449,7 @@ def attend(q, bias, sink, scopes, active, with_lse, with_max, exact_bias, out_fp
             nisa.memset(dst=v, value=0.0, engine=nisa.engine.vector)
             v_ring.append(v)
 
-    sink_lanes = column_tile()
-    if heads < width:
-        nisa.memset(dst=sink_lanes, value=0.0, engine=nisa.engine.vector)
-    for i in range(min(per_group, num_rows)):
-        nisa.dma_copy(dst=sink_lanes[i * width : i * width + heads, :], src=sink)
+    sink_lanes = load_sink(sink=sink, heads=heads, width=width, count=min(per_group, num_rows))
 
     # A step is (group, segment); an item is one row of a step.
     steps = []
@@ -465,6 +505,13 @@ def attend(q, bias, sink, scopes, active, with_lse, with_max, exact_bias, out_fp
     return results
 
 
+def part_of_step(scope, step):
+    """(first, stop) chunk of a scope inside a step, none when first >= stop, and where they begin in the step's V."""
+    first = max(step["first"] - scope["begin"], 0)
+    stop = min(step["stop"] - scope["begin"], scope["chunks"])
+    return first, stop, scope["begin"] + first - step["first"]
+
+
 def issue_item(scopes, steps, items, n, state, v_ring):
     """Issue the gathers of item n."""
     item = items[n]
@@ -477,10 +524,8 @@ def issue_item(scopes, steps, items, n, state, v_ring):
         v = nl.ndarray(shape=(P, count, D), dtype=nl.bfloat16, buffer=nl.sbuf)
     item["v"] = v
     for scope in scopes:
-        first = max(step["first"] - scope["begin"], 0)
-        stop = min(step["stop"] - scope["begin"], scope["chunks"])
+        first, stop, base = part_of_step(scope=scope, step=step)
         if first < stop:
-            base = scope["begin"] + first - step["first"]
             if scope["kind"] == "rows":
                 load_rows(
                     v=v,
@@ -525,11 +570,23 @@ def mask_block(bias, keys, step, state):
     if keys > MASK_KEYS:
         state["mask_row"] = row
         first = step["first"] * P
-        return load_mask(bias=bias, first=step["row"], count=step["count"], key=first, keys=step["stop"] * P - first)
+        return load_mask(
+            bias=bias,
+            first=step["row"],
+            count=step["count"],
+            key=first,
+            keys=step["stop"] * P - first,
+            has_low=False,
+        )
     if state["mask"] == None or row >= state["mask_row"] + rows:
         state["mask_row"] = row
         state["mask"] = load_mask(
-            bias=bias, first=step["row"], count=min(rows, state["num_rows"] - row), key=0, keys=keys
+            bias=bias,
+            first=step["row"],
+            count=min(rows, state["num_rows"] - row),
+            key=0,
+            keys=keys,
+            has_low=False,
         )
     return state["mask"]
 
@@ -566,19 +623,15 @@ def prepare_step(q, bias, keys, scopes, steps, items, i, state, v_ring):
     scores = nl.ndarray(shape=(P, count * P), dtype=nl.float32, buffer=nl.psum)
     step["scores"] = scores
     if not state["exact_bias"]:
-        mask = mask_block(bias=bias, keys=keys, step=step, state=state)
-        base = 0 if keys > MASK_KEYS else step["first"] * P
+        masks = mask_block(bias=bias, keys=keys, step=step, state=state)
         row = step["row"] - state["first_row"] - state["mask_row"]
-        rows = min(state["mask_rows"], state["num_rows"] - state["mask_row"])
-        if keys > MASK_KEYS:
-            rows = step["count"]
+        base = 0 if keys > MASK_KEYS else step["first"] * P
         for start in range(0, count * P, BANK):
-            stop = min(start + BANK, count * P)
-            nisa.nc_matmul(
-                dst=scores[0:live, start:stop],
-                stationary=state["select"][0:rows, row * width : row * width + live],
-                moving=mask[0:rows, base + start : base + stop],
-                accumulate=False,
+            mask_bank(
+                bank=scores[0:live, start : min(start + BANK, count * P)],
+                masks=masks,
+                select=state["select"][0 : masks[0].shape[0], row * width : row * width + live],
+                first=base + start,
             )
     for slot in range(step["count"]):
         n = state["next"]
@@ -589,12 +642,11 @@ def prepare_step(q, bias, keys, scopes, steps, items, i, state, v_ring):
         v = items[n]["v"]
         step["v"].append(v)
         for scope in scopes:
-            first = max(step["first"] - scope["begin"], 0)
-            stop = min(step["stop"] - scope["begin"], scope["chunks"])
+            first, stop, base = part_of_step(scope=scope, step=step)
             if first < stop and len(scope["raw"]) > 0:
                 decode_scope(
                     v=v,
-                    base=scope["begin"] + first - step["first"],
+                    base=base,
                     raw=scope["raw"][n % len(scope["raw"])],
                     kind=scope["kind"],
                     count=stop - first,
@@ -869,16 +921,8 @@ def gathered_attn(q, kv, bias, sink, with_lse=False, with_max=False, exact_bias=
     Returns: out [rows * h, 512] bf16 or fp32, then what was asked for. A row without a valid slot gives an average of
     its keys.
     """
-    scopes = [
-        {
-            "kind": "rows",
-            "chunks": (bias.shape[1] - BIAS_PAD) // P,
-            "pool": kv,
-            "idx": None,
-            "scale_idx": None,
-            "is_columns": True,
-        }
-    ]
+    chunks = (bias.shape[1] - BIAS_PAD) // P
+    scopes = [scope_of(kind="rows", chunks=chunks, pool=kv, idx=None, scale_idx=None, is_columns=True)]
     return as_results(
         attend(
             q=q,
@@ -913,20 +957,11 @@ def gathered_attn_idx(
 
     Args:
         kv_table: [slots >= 2, 512] bf16; every row that an index names is finite.
-        idx: [rows, k] int32; an index outside the table is not read (its bias must be -1e30). `is_columns`: [128,
-        rows * k / 128],
-            column r * k / 128 + c holding the indices of keys 128 c .. of row r.
+        idx: [rows, k] int32; an index outside the table is not read (its bias must be -1e30). `is_columns`: it is
+            [128, rows * k / 128], column r * k / 128 + c holding the indices of keys 128 c .. of row r.
     """
-    scopes = [
-        {
-            "kind": "bf16",
-            "chunks": (bias.shape[1] - BIAS_PAD) // P,
-            "pool": kv_table,
-            "idx": idx,
-            "scale_idx": None,
-            "is_columns": is_columns,
-        }
-    ]
+    chunks = (bias.shape[1] - BIAS_PAD) // P
+    scopes = [scope_of(kind="bf16", chunks=chunks, pool=kv_table, idx=idx, scale_idx=None, is_columns=is_columns)]
     return as_results(
         attend(
             q=q,
@@ -975,27 +1010,11 @@ def fused_attn(
         lanes: 16 or 32 bits per bit operation of e2m1.
     """
     rows = bias.shape[0]
-    scopes = [
-        {
-            "kind": kind0,
-            "chunks": idx0.shape[1] // rows,
-            "pool": pool0,
-            "idx": idx0,
-            "scale_idx": scale_idx0,
-            "is_columns": True,
-        }
-    ]
+    chunks = idx0.shape[1] // rows
+    scopes = [scope_of(kind=kind0, chunks=chunks, pool=pool0, idx=idx0, scale_idx=scale_idx0, is_columns=True)]
     if kind1 != "":
-        scopes.append(
-            {
-                "kind": kind1,
-                "chunks": idx1.shape[1] // rows,
-                "pool": pool1,
-                "idx": idx1,
-                "scale_idx": scale_idx1,
-                "is_columns": True,
-            }
-        )
+        chunks = idx1.shape[1] // rows
+        scopes.append(scope_of(kind=kind1, chunks=chunks, pool=pool1, idx=idx1, scale_idx=scale_idx1, is_columns=True))
     return as_results(
         attend(
             q=q,
@@ -1022,54 +1041,27 @@ def load_segment(kv, first, stop):
     return v
 
 
-def score_shared(step, v, k_t, mask_high, mask_low, select, row, width):
+def score_shared(step, v, k_t, masks, select, row, width):
     """Scores of all rows of a group against one segment: the whole array at once, no column tiles."""
     live = step["count"] * width
     count = step["stop"] - step["first"]
-    rows = mask_high.shape[0]
     scores = nl.ndarray(shape=(P, count * P), dtype=nl.float32, buffer=nl.psum)
     per_bank = BANK // P
     for start in range(0, count, per_bank):
         stop = min(start + per_bank, count)
         bank = scores[0:live, start * P : stop * P]
-        nisa.nc_matmul(
-            dst=bank,
-            stationary=select[0:rows, row * width : row * width + live],
-            moving=mask_high[:, start * P : stop * P],
-            accumulate=False,
+        mask_bank(
+            bank=bank,
+            masks=masks,
+            select=select[0 : masks[0].shape[0], row * width : row * width + live],
+            first=start * P,
         )
-        if mask_low != None:
-            nisa.nc_matmul(
-                dst=bank,
-                stationary=select[0:rows, row * width : row * width + live],
-                moving=mask_low[:, start * P : stop * P],
-                accumulate=True,
-            )
         for d in range(D_BLOCKS):
             nisa.nc_matmul(
                 dst=bank, stationary=step["q_t"][:, d, 0:live], moving=k_t[:, start:stop, d, :], accumulate=True
             )
     step["scores"] = scores
     step["v"] = [v]
-
-
-def split_mask(bias, first, count, key, keys, has_weights):
-    """bf16 tiles [count rows, keys] whose sum is the bias of these rows: one for 0 and EMPTY, two for finer values."""
-    wide = nl.ndarray(shape=(P, keys), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=wide[0:count, :], src=bias[first : first + count, BIAS_PAD + key : BIAS_PAD + key + keys])
-    high = nl.ndarray(shape=(P, keys), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.activation(dst=high[0:count, :], op=nl.copy, data=wide[0:count, :])
-    if not has_weights:
-        return high[0:count, :], None
-    low = nl.ndarray(shape=(P, keys), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.tensor_tensor(
-        dst=low[0:count, :],
-        data1=wide[0:count, :],
-        data2=high[0:count, :],
-        op=nl.subtract,
-        engine=nisa.engine.vector,
-    )
-    return high[0:count, :], low[0:count, :]
 
 
 @nki.jit
@@ -1084,8 +1076,7 @@ def shared_attn(q, kv, bias, sink, scale=1.0, has_weights=False, active=0):
         q: [rows * h, 512] bf16.
         kv: [n, 512] bf16, finite; key = value.
         bias: [rows, 16 + n] fp32, columns 16.. added to the unscaled logit: 0, -1e30 for a key the row does not see,
-        and with
-            `has_weights` any value (ln(count) / scale for a key listed `count` times).
+            and with `has_weights` any value (ln(count) / scale for a key listed `count` times).
         sink: [h, 1] fp32.
         scale: softmax scale, positive.
         active: rows to compute, the rest are padding and give zeros; 0: all.
@@ -1108,11 +1099,7 @@ def shared_attn(q, kv, bias, sink, scale=1.0, has_weights=False, active=0):
         return out, lse
     block_rows = min(GROUPS_AT_ONCE * per_group, num_rows)
     select = one_hot_rows(rows=block_rows, width=width)
-    sink_lanes = column_tile()
-    if heads < width:
-        nisa.memset(dst=sink_lanes, value=0.0, engine=nisa.engine.vector)
-    for i in range(min(per_group, num_rows)):
-        nisa.dma_copy(dst=sink_lanes[i * width : i * width + heads, :], src=sink)
+    sink_lanes = load_sink(sink=sink, heads=heads, width=width, count=min(per_group, num_rows))
     factor = column_tile()
     nisa.memset(dst=factor, value=scale, engine=nisa.engine.vector)
     negative = column_tile()
@@ -1160,13 +1147,13 @@ def shared_attn(q, kv, bias, sink, scale=1.0, has_weights=False, active=0):
                 v = v_next
                 k_t = nl.ndarray(shape=(P, count, D_BLOCKS, P), dtype=nl.bfloat16, buffer=nl.sbuf)
                 transpose_chunks(k_t=k_t, v=v, first=0, stop=count)
-                high, low = split_mask(
+                masks = load_mask(
                     bias=bias,
                     first=first_row + step["block"],
                     count=step["block_rows"],
                     key=step["first"] * P,
                     keys=count * P,
-                    has_weights=has_weights,
+                    has_low=has_weights,
                 )
                 v_next = None
                 for later in steps[i:]:
@@ -1180,8 +1167,7 @@ def shared_attn(q, kv, bias, sink, scale=1.0, has_weights=False, active=0):
                 step=step,
                 v=v,
                 k_t=k_t,
-                mask_high=high,
-                mask_low=low,
+                masks=masks,
                 select=select,
                 row=step["row"] - first_row - step["block"],
                 width=width,

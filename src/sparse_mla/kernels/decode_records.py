@@ -5,14 +5,12 @@
 A record lies in one partition: [128 records, chunks, bytes]. Everything is exact in bfloat16: an e4m3 value has four
 significant bits, e2m1 times e4m3 six, and a ue8m0 scale factor is a power of two.
 
-e4m3, native     the byte is viewed as Trainium's own float8_e4m3, which reads exponent field 15 (256 .. 448) as inf
-or NaN.
-                 Right for caches written with the 224 cap only.
-e4m3, integer    float16 bits = (b & 0x7F) << 7 | (b & 0x80) << 8 hold value * 2^-8 for every code but NaN; subnormal
-codes become
-                 float16 subnormals, which are normal numbers once an engine has read them as float32.
-e2m1             byte = (n & 7) << 2 | (n & 8) << 4 viewed as float8_e4m3 is value / 64 for all 16 codes: no exponent
-field 15.
+    e4m3, native   the byte is viewed as Trainium's own float8_e4m3, which reads exponent field 15 (256 .. 448) as inf
+                   or NaN. Right for caches written with the 224 cap only.
+    e4m3, integer  float16 bits = (b & 0x7F) << 7 | (b & 0x80) << 8 hold value * 2^-8 for every code but NaN; subnormal
+                   codes become float16 subnormals, which are normal numbers once an engine has read them as float32.
+    e2m1           byte = (n & 7) << 2 | (n & 8) << 4 viewed as float8_e4m3 is value / 64 for all 16 codes: no exponent
+                   field 15.
 
 Bit operators see two bytes at a time (`lanes=16`) or four (`lanes=32`). Whether an integer immediate of 2^24 or more
 reaches the engine exactly is not documented; it may travel as float32. The 32-bit masks of e4m3 have at most 24
@@ -31,6 +29,56 @@ E4M3_RAISE = 8  # float16 bits made from an e4m3 byte hold value * 2^-8
 E2M1_RAISE = 6  # the float8_e4m3 byte made from an e2m1 code holds value * 2^-6
 E4M3_NAN_HALF = 1.8  # between 1.75 (448 * 2^-8) and 1.875 (what the NaN code reads as)
 E2M1_FACTOR = 16384.0  # 2^6 of the e2m1 byte times 2^8 of the e4m3 scale factor
+
+
+def bit_field(words, kind, shape, shift, mask):
+    """Some bits of every word, moved: (words & mask) << shift, or (words >> -shift) & mask for a shift below 0."""
+    field = nl.ndarray(shape=shape, dtype=kind, buffer=nl.sbuf)
+    if shift < 0:
+        nisa.tensor_scalar(
+            dst=field,
+            data=words,
+            op0=nl.right_shift,
+            operand0=-shift,
+            op1=nl.bitwise_and,
+            operand1=mask,
+            engine=nisa.engine.vector,
+        )
+    elif shift == 0:
+        nisa.tensor_scalar(dst=field, data=words, op0=nl.bitwise_and, operand0=mask, engine=nisa.engine.vector)
+    else:
+        nisa.tensor_scalar(
+            dst=field,
+            data=words,
+            op0=nl.bitwise_and,
+            operand0=mask,
+            op1=nl.left_shift,
+            operand1=shift,
+            engine=nisa.engine.vector,
+        )
+    return field
+
+
+def join_fields(dst, magnitude, sign):
+    """dst = magnitude | sign."""
+    nisa.tensor_tensor(dst=dst, data1=magnitude, data2=sign, op=nl.bitwise_or, engine=nisa.engine.vector)
+
+
+def join_finite(dst, magnitude, sign):
+    """The same for the two fields of e4m3 codes in float16 lanes; a NaN code becomes 0 with its sign."""
+    value = magnitude.view(nl.float16)
+    finite = nl.ndarray(shape=value.shape, dtype=nl.float16, buffer=nl.sbuf)
+    nisa.scalar_tensor_tensor(
+        dst=finite, data=value, op0=nl.less, operand0=E4M3_NAN_HALF, op1=nl.multiply, operand1=value
+    )
+    join_fields(dst=dst, magnitude=finite.view(sign.dtype), sign=sign)
+
+
+def word_kind(lanes, byte_pairs):
+    """(integer dtype of `lanes` bits, the factor that repeats a mask of one byte, or of two, over such a word)."""
+    if lanes == 32:
+        return nl.uint32, 0x00010001 if byte_pairs else 0x01010101
+    return nl.uint16, 1 if byte_pairs else 0x0101
 
 
 def scale_factors_ue8m0(raw, chunks, groups, raise_by):
@@ -65,29 +113,10 @@ def scale_factors_e4m3(raw, chunks, groups):
     shape = (P, chunks, groups)
     wide = nl.ndarray(shape=shape, dtype=nl.uint16, buffer=nl.sbuf)
     nisa.tensor_copy(dst=wide, src=raw, engine=nisa.engine.vector)
-    magnitude = nl.ndarray(shape=shape, dtype=nl.uint16, buffer=nl.sbuf)
-    nisa.tensor_scalar(
-        dst=magnitude,
-        data=wide,
-        op0=nl.bitwise_and,
-        operand0=0x7F,
-        op1=nl.left_shift,
-        operand1=7,
-        engine=nisa.engine.vector,
-    )
-    sign = nl.ndarray(shape=shape, dtype=nl.uint16, buffer=nl.sbuf)
-    nisa.tensor_scalar(
-        dst=sign, data=wide, op0=nl.bitwise_and, operand0=0x80, op1=nl.left_shift, operand1=8, engine=nisa.engine.vector
-    )
-    finite = nl.ndarray(shape=shape, dtype=nl.float16, buffer=nl.sbuf)
-    value = magnitude.view(nl.float16)
-    nisa.scalar_tensor_tensor(
-        dst=finite, data=value, op0=nl.less, operand0=E4M3_NAN_HALF, op1=nl.multiply, operand1=value
-    )
+    magnitude = bit_field(words=wide, kind=nl.uint16, shape=shape, shift=7, mask=0x7F)
+    sign = bit_field(words=wide, kind=nl.uint16, shape=shape, shift=8, mask=0x80)
     signed = nl.ndarray(shape=shape, dtype=nl.uint16, buffer=nl.sbuf)
-    nisa.tensor_tensor(
-        dst=signed, data1=finite.view(nl.uint16), data2=sign, op=nl.bitwise_or, engine=nisa.engine.vector
-    )
+    join_finite(dst=signed, magnitude=magnitude, sign=sign)
     factors = nl.ndarray(shape=shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(
         dst=factors,
@@ -97,45 +126,6 @@ def scale_factors_e4m3(raw, chunks, groups):
         engine=nisa.engine.vector,
     )
     return factors
-
-
-def bit_fields(dst, words, kind, shape, shift0, mask0, shift1, mask1):
-    """dst = shifted magnitude | shifted sign of integer words. A shift below 0 is to the right and comes first."""
-    magnitude = nl.ndarray(shape=shape, dtype=kind, buffer=nl.sbuf)
-    if shift0 < 0:
-        nisa.tensor_scalar(
-            dst=magnitude,
-            data=words,
-            op0=nl.right_shift,
-            operand0=-shift0,
-            op1=nl.bitwise_and,
-            operand1=mask0,
-            engine=nisa.engine.vector,
-        )
-    else:
-        nisa.tensor_scalar(
-            dst=magnitude,
-            data=words,
-            op0=nl.bitwise_and,
-            operand0=mask0,
-            op1=nl.left_shift,
-            operand1=shift0,
-            engine=nisa.engine.vector,
-        )
-    sign = nl.ndarray(shape=shape, dtype=kind, buffer=nl.sbuf)
-    if shift1 == 0:
-        nisa.tensor_scalar(dst=sign, data=words, op0=nl.bitwise_and, operand0=mask1, engine=nisa.engine.vector)
-    else:
-        nisa.tensor_scalar(
-            dst=sign,
-            data=words,
-            op0=nl.bitwise_and,
-            operand0=mask1,
-            op1=nl.left_shift,
-            operand1=shift1,
-            engine=nisa.engine.vector,
-        )
-    nisa.tensor_tensor(dst=dst, data1=magnitude, data2=sign, op=nl.bitwise_or, engine=nisa.engine.vector)
 
 
 def scale_groups(dst, codes, factors, length, engine):
@@ -167,22 +157,15 @@ def decode_e4m3_integer(dst, data, factors, groups, lanes, engine):
     half = dst.shape[2] // 2
     length = half // groups
     codes = nl.ndarray(shape=(P, 2, chunks, half), dtype=nl.float16, buffer=nl.sbuf)
-    if lanes == 32:
-        kind = nl.uint32
-        repeat = 0x00010001
-    else:
-        kind = nl.uint16
-        repeat = 1
+    kind, repeat = word_kind(lanes=lanes, byte_pairs=True)
     words = data.view(kind)
     shape = (P, chunks, words.shape[2])
-    even = codes[:, 0, :, :].view(kind)
-    odd = codes[:, 1, :, :].view(kind)
-    bit_fields(
-        dst=even, words=words, kind=kind, shape=shape, shift0=7, mask0=0x7F * repeat, shift1=8, mask1=0x80 * repeat
-    )
-    bit_fields(
-        dst=odd, words=words, kind=kind, shape=shape, shift0=-1, mask0=0x3F80 * repeat, shift1=0, mask1=0x8000 * repeat
-    )
+    magnitude = bit_field(words=words, kind=kind, shape=shape, shift=7, mask=0x7F * repeat)
+    sign = bit_field(words=words, kind=kind, shape=shape, shift=8, mask=0x80 * repeat)
+    join_fields(dst=codes[:, 0, :, :].view(kind), magnitude=magnitude, sign=sign)
+    magnitude = bit_field(words=words, kind=kind, shape=shape, shift=-1, mask=0x3F80 * repeat)
+    sign = bit_field(words=words, kind=kind, shape=shape, shift=0, mask=0x8000 * repeat)
+    join_fields(dst=codes[:, 1, :, :].view(kind), magnitude=magnitude, sign=sign)
     for parity in range(2):
         scale_groups(
             dst=dst.reshape_dim(2, (groups, length, 2))[:, :, :, :, parity],
@@ -199,23 +182,16 @@ def decode_e2m1(dst, data, factors, groups, lanes, engine):
     half = dst.shape[2] // 2
     length = half // groups
     codes = nl.ndarray(shape=(P, 2, chunks, half), dtype=nl.uint8, buffer=nl.sbuf)
-    if lanes == 32:
-        kind = nl.uint32
-        repeat = 0x01010101
-    else:
-        kind = nl.uint16
-        repeat = 0x0101
+    kind, repeat = word_kind(lanes=lanes, byte_pairs=False)
     words = data.view(kind)
     shape = (P, chunks, words.shape[2])
-    low = codes[:, 0, :, :].view(kind)
-    high = codes[:, 1, :, :].view(kind)
     # Masks keep what a shift moved across a byte border out.
-    bit_fields(
-        dst=low, words=words, kind=kind, shape=shape, shift0=2, mask0=0x07 * repeat, shift1=4, mask1=0x08 * repeat
-    )
-    bit_fields(
-        dst=high, words=words, kind=kind, shape=shape, shift0=-2, mask0=0x1C * repeat, shift1=0, mask1=0x80 * repeat
-    )
+    magnitude = bit_field(words=words, kind=kind, shape=shape, shift=2, mask=0x07 * repeat)
+    sign = bit_field(words=words, kind=kind, shape=shape, shift=4, mask=0x08 * repeat)
+    join_fields(dst=codes[:, 0, :, :].view(kind), magnitude=magnitude, sign=sign)
+    magnitude = bit_field(words=words, kind=kind, shape=shape, shift=-2, mask=0x1C * repeat)
+    sign = bit_field(words=words, kind=kind, shape=shape, shift=0, mask=0x80 * repeat)
+    join_fields(dst=codes[:, 1, :, :].view(kind), magnitude=magnitude, sign=sign)
     for parity in range(2):
         scale_groups(
             dst=dst.reshape_dim(2, (groups, length, 2))[:, :, :, :, parity],

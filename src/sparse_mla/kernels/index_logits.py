@@ -2,7 +2,7 @@
 """Launches of the index scores: the host side around the kernels of `weighted_scores.py`.
 
     fused       paged keys straight from the pool, page sections gathered and decoded on chip; with candidates, the
-                candidate blocks are the sections
+                candidate blocks are the sections. e4m3 natively for caches of the 224 cap, by integers otherwise
     row_gather  keys gathered and decoded in torch, for everything else: ragged keys, float32 scales, strided pages
 
 Query rows that share a row of the block table are one *group* and share its decoded keys; groups never share anything,
@@ -12,10 +12,11 @@ pages past every row's context are never looked up.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from ..caches import PagedCache
 from ..dispatch import WITHIN_2X_BF16, Limits
 from ..formats import INDEX_DIM, INDEX_FP4, INDEX_FP8, INDEX_FP8_FP32, RecordFormat, unpack_scales
 from ..ops.index_logits import INDEX_LOGITS, LOGITS_ROW_ALIGN_BYTES, IndexInputs, IndexLogitsCall, check_values
@@ -267,10 +268,35 @@ def _launch_fused(call: IndexLogitsCall, backend: str) -> torch.Tensor:
     units = launch.pool_units(inputs.cache)
     data, scales = launch.unit_indices(units, slots)
     assert scales is not None
-    scores = _page_scores(shared, units.pool, (data, scales), wanted, size, inputs.format, backend)
+    if inputs.format is INDEX_FP4:
+        decoding = {"kind": "fp4", "lanes": launch.lanes()}
+    else:
+        decoding = {"kind": launch.e4m3_kind(inputs.cache)}
+        if launch.checks_now(call.checks):
+            _refuse_codes(inputs.cache, slots, size, valid)
+    scores = _page_scores(shared, units.pool, (data, scales), wanted, size, decoding, backend)
     scores = scores[:groups, :tokens].reshape(call.num_rows, -1)
     valid = valid[:groups, :tokens].reshape(call.num_rows, -1)
     return _finish(scores, valid, call.columns, call.out_dtype)
+
+
+CHECKED_KEYS = 65536  # keys looked at together
+
+
+def _refuse_codes(cache: PagedCache, slots: torch.Tensor, size: int, valid: torch.Tensor) -> None:
+    """Refuse keys that native decoding would misread, among those that a row scores: `valid` [groups, tokens, n] of the
+    `size` keys from each of `slots` [groups, sections] on. Integer decoding reads every code, NaN as 0."""
+    if cache.e4m3_max != 224:
+        return
+    keys = slots.unsqueeze(2) + torch.arange(size, dtype=torch.int32, device=slots.device)
+    scored = valid.any(dim=1)
+    keys = keys.reshape(slots.shape[0], -1)[:, : scored.shape[1]][scored]
+    for some in keys.split(CHECKED_KEYS):
+        codes = launch.gather_bytes(cache, some)[:, : cache.format.data_bytes]
+        bad = (codes & 0x7F) >= 0x78
+        if bool(bad.any()):
+            row, column = bad.nonzero()[0].tolist()
+            launch.refuse_code("index_logits: keys", int(codes[row, column]), int(some[row]), True)
 
 
 def _page_scores(
@@ -279,10 +305,11 @@ def _page_scores(
     units: tuple[torch.Tensor, torch.Tensor],
     wanted: torch.Tensor,
     size: int,
-    fmt: RecordFormat,
+    decoding: dict[str, Any],
     backend: str,
 ) -> torch.Tensor:
-    """[groups, tokens, sections * size] fp32; kernel calls of at most MAX_TILES tiles and MAX_GROUP_TOKENS rows."""
+    """[groups, tokens, sections * size] fp32; kernel calls of at most MAX_TILES tiles and MAX_GROUP_TOKENS rows.
+    decoding: the kernel's `kind`, and `lanes` for e2m1."""
     groups, tokens = shared.lengths.shape
     sections = wanted.shape[1]
     tiles = -(-sections // CHUNK)
@@ -312,7 +339,7 @@ def _page_scores(
                     w=w,
                     groups=some.stop - some.start,
                     section=size,
-                    kind="fp4" if fmt is INDEX_FP4 else "fp8",
+                    **decoding,
                 )
                 by_tiles.append(out.reshape(some.stop - some.start, part.lengths.shape[1], -1))
             by_rows.append(_joined(by_tiles, 2))

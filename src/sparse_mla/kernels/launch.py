@@ -4,13 +4,12 @@
 A launch is plain torch around one kernel call, traced through by the compiler and never hidden in an opaque operator.
 The torch of it must survive compilation for Neuron, which `testing/neuron_graph.py` proves for each launch:
 
-* no dtype bitcast (a fused bitcast becomes a numeric conversion): bytes become numbers by integer arithmetic and
-`exp2`;
+* no dtype bitcast (a fused one becomes a numeric conversion): bytes become numbers by integer arithmetic and `exp2`;
 * no `as_strided` over a sliced view (it reads a contiguous copy with the original strides: wrong bytes);
-* one gather of whole units, never of single bytes; int32 indices;
+* one gather of whole units, never of single bytes; int32 indices, and int32 arithmetic on codes;
 * no boolean index, `nonzero`, `.item()`: choices are `torch.where`;
 * a power of two of query rows per kernel call and per record decode (the compiler rejects some other counts, 6 for
-instance).
+  instance).
 
 Unit indices address a record inside the whole pool: the pool is [units, g] bytes, g the greatest common divisor of
 everything an address is made of, and a record is consecutive units. They are computed in int32 and never pass through
@@ -21,13 +20,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from .. import config
 from ..caches import PagedCache
-from ..errors import ArgumentError, BackendUnavailableError
+from ..errors import ArgumentError, BackendUnavailableError, SlotRangeError
 from ..formats import BF16, E2M1, E4M3FN, RecordFormat
 
 __all__ = [
@@ -45,9 +44,11 @@ __all__ = [
     "cores",
     "decode_rows",
     "dtype_refusal",
+    "e4m3_kind",
     "gather_bytes",
     "gather_refusal",
     "gather_rows",
+    "lanes",
     "load_cache",
     "pad_to",
     "padded_rows",
@@ -55,6 +56,7 @@ __all__ = [
     "pool_units",
     "power_of_two",
     "recording",
+    "refuse_code",
     "unit_indices",
 ]
 
@@ -113,6 +115,12 @@ class recording:
 def cores() -> int:
     """Physical cores per logical core: NEURON_LOGICAL_NC_CONFIG, else 2."""
     return int(config.get("NEURON_LOGICAL_NC_CONFIG")) or DEFAULT_CORES
+
+
+@config.constant_in_graphs
+def lanes() -> int:
+    """Bits of e2m1 codes per bit operation: SPARSE_MLA_NEURON_LANES."""
+    return int(config.get("SPARSE_MLA_NEURON_LANES"))
 
 
 def checks_now(checks: bool) -> bool:
@@ -363,6 +371,26 @@ def load_cache(cache: PagedCache) -> torch.Tensor:
     return torch.where(table.abs() < torch.inf, table, 0.0)
 
 
+# --- e4m3 on chip ----------------------------------------------------------------------------------------------------
+
+
+def e4m3_kind(cache: PagedCache) -> str:
+    """How kernels decode the e4m3 records of a cache: by the engines' own cast only where the writer kept below 256."""
+    return "fp8_native" if cache.e4m3_max == 224 else "fp8_integer"
+
+
+def refuse_code(where: str, code: int, slot: int, native: bool) -> NoReturn:
+    """Say that a selected record holds a code which the kernel would misread."""
+    if native:
+        why = (
+            f"got e4m3 code 0x{code:02X} in slot {slot}, which Trainium's own e4m3 reads as inf or NaN; "
+            "the cache is declared with e4m3_max=224, declare 448 for what was encoded so"
+        )
+    else:
+        why = f"got the NaN code 0x{code:02X} in slot {slot}; an unwritten slot or a corrupted record"
+    raise SlotRangeError(f"{where} must hold codes the kernel can decode, {why}.")
+
+
 # --- decoding in torch -----------------------------------------------------------------------------------------------
 
 SMALLEST_NORMAL = -126  # products whose exponent is below decode to 0
@@ -411,7 +439,7 @@ def _grouped(elements: torch.Tensor, per_group: torch.Tensor, fmt: RecordFormat,
 def _e4m3_parts(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(mantissa, exponent, sign) with value = sign * mantissa * 2^exponent; the NaN codes have mantissa 0."""
     field = (codes >> 3) & 15
-    mantissa = (codes & 7) + torch.where(field > 0, 8, 0)
+    mantissa = (codes & 7) + ((field > 0).int() << 3)
     mantissa = torch.where((codes & 127) == 127, 0, mantissa)
     return mantissa, field.clamp(min=1) - 10, 1 - ((codes >> 7) << 1)
 
@@ -419,7 +447,7 @@ def _e4m3_parts(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
 def _e2m1(codes: torch.Tensor) -> torch.Tensor:
     """float32 of e2m1 codes."""
     field = (codes >> 1) & 3
-    doubled = ((codes & 1) + torch.where(field > 0, 2, 0)) << (field.clamp(min=1) - 1)
+    doubled = ((codes & 1) + ((field > 0).int() << 1)) << (field.clamp(min=1) - 1)
     return (doubled * (1 - ((codes >> 3) << 1))).float() * torch.where(codes == 8, -0.5, 0.5)
 
 
@@ -436,6 +464,6 @@ def _bfloat16(data: torch.Tensor) -> torch.Tensor:
     pairs = data.reshape(*data.shape[:-1], data.shape[-1] // 2, 2)
     low, high = pairs[..., 0], pairs[..., 1]
     field = ((high & 127) << 1) | (low >> 7)
-    mantissa = (low & 127) + torch.where(field > 0, 128, 0)
+    mantissa = (low & 127) + ((field > 0).int() << 7)
     value: torch.Tensor = mantissa.float() * _power(field.clamp(min=1) - 134)
     return (value * (1 - ((high >> 7) << 1)).float()).to(torch.bfloat16)

@@ -3,16 +3,18 @@
 
 Strategies, in the order they are asked; each is an implementation with its own limits, and all give the same answer.
 
-    dense_mask         a chunk of one sequence over all slots of its caches, a mask instead of gathers, while that is
-    cheaper shared_prefix      a chunk of one sequence with wide lists: the longest is gathered once, a mask per row
-    fused              records straight from the pool, decoded on chip; native e4m3 for caches of the 224 cap,
-    integers otherwise fused_planar       the same for planar pages: a second gather per chunk for the scale bytes
-    decoded_table      every slot of the caches to bfloat16 once, then gathered rows; for small caches and many rows
-    row_gather         each row's records gathered and decoded in torch; takes whatever a kernel's pool contract refuses
+    dense_mask     a chunk of one sequence over all slots of its caches with a mask, while that is cheaper
+    shared_prefix  a chunk of one sequence with wide lists: the longest is gathered once, a mask per row
+    fused          records straight from the pool, decoded on chip; native e4m3 for caches of the 224 cap, integers
+                   otherwise
+    fused_planar   the same for planar pages: a second gather per chunk for the scale bytes
+    decoded_table  every slot of the caches to bfloat16 once, then gathered rows; for small caches and many rows
+    row_gather     each row's records gathered and decoded in torch; takes whatever a kernel's pool contract refuses
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -125,9 +127,14 @@ def no_rows(call: SparseDecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
     return out, call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
 
 
-def in_blocks(call: SparseDecodeCall, limit: int, run: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """`run(queries, softmax, visible, padded)` on blocks of at most `limit` rows, joined and reshaped."""
-    check_call(call)
+def in_blocks(
+    call: SparseDecodeCall, backend: str, kernel: Any, limit: int, keys_of: Callable[..., dict[str, Any]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One kernel call for each block of at most `limit` rows, joined and reshaped.
+
+    keys_of: (visible slots of each scope, valid [rows, k], padded rows) of a block -> the kernel's arguments that say
+    where its keys are.
+    """
     b, s_q, heads, d = call.q.shape
     rows = b * s_q
     if rows == 0:
@@ -139,8 +146,20 @@ def in_blocks(call: SparseDecodeCall, limit: int, run: Any) -> tuple[torch.Tenso
     for start, count, padded in launch.blocks_of_rows(rows, limit):
         part = [Visible(v.slots[start : start + count], v.valid[start : start + count]) for v in seen]
         valid = part[0].valid if len(part) == 1 else torch.cat([v.valid for v in part], dim=1)
-        out, *stats = run(queries[start : start + count], softmax, part, valid, padded)
-        out, lse = finish_attention(out, tuple(stats), valid, call.attn_sink, heads)
+        q, bias = attention_operands(queries[start : start + count], softmax, valid, padded)
+        out, lse = launch.call_kernel(
+            backend,
+            kernel,
+            q=q,
+            **keys_of(part, valid, padded),
+            bias=bias,
+            sink=softmax.sink,
+            with_lse=True,
+            exact_bias=False,
+            out_fp32=call.out_dtype == torch.float32,
+            active=count,
+        )
+        out, lse = finish_attention(out, (lse,), valid, call.attn_sink, heads)
         outs.append(out)
         lses.append(lse)
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -346,9 +365,9 @@ def _shared_keys(cache: PagedCache, shared: Visible) -> torch.Tensor:
 
 
 def kind_of(cache: PagedCache) -> str:
-    """The kernel's decoding of a cache: e4m3 by the engines' own cast only where the writer kept below 256."""
+    """The kernel's decoding of a cache."""
     if cache.format is V41_FP8:
-        return "fp8_native" if cache.e4m3_max == 224 else "fp8_integer"
+        return launch.e4m3_kind(cache)
     return "fp4" if cache.format.name == "V41_FP4" else "bf16"
 
 
@@ -383,14 +402,10 @@ def refuse_codes(call: SparseDecodeCall) -> None:
         bad = data >= 0x78 if kind == "fp8_native" else data == 0x7F
         if bool(bad.any()):
             where = bad.nonzero()[0]
-            slot, code = int(slots[where[0]]), int(records[where[0], where[1]])
-            why = (
-                f"got e4m3 code 0x{code:02X} in slot {slot}, which Trainium's own e4m3 reads as inf or NaN; "
-                "the cache is declared with e4m3_max=224, declare 448 for what was encoded so"
-                if kind == "fp8_native"
-                else f"got the NaN code 0x{code:02X} in slot {slot}; an unwritten slot or a corrupted record"
+            code = int(records[where[0], where[1]])
+            launch.refuse_code(
+                f"sparse_decode: scopes[{number}].cache", code, int(slots[where[0]]), kind == "fp8_native"
             )
-            raise SlotRangeError(f"sparse_decode: scopes[{number}].cache must hold codes the kernel can decode, {why}.")
         if kind == "fp8_integer":
             _refuse_scales(number, slots, records[:, V41_FP8.data_bytes :])
 
@@ -407,51 +422,6 @@ def _refuse_scales(number: int, slots: torch.Tensor, scales: torch.Tensor) -> No
         )
 
 
-def _fused(call: SparseDecodeCall, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    refuse_codes(call)
-    pools = [launch.pool_units(scope.cache) for scope in call.scopes]
-    kinds = [kind_of(scope.cache) for scope in call.scopes]
-
-    def run(queries: Any, softmax: Softmax, part: list[Visible], valid: Any, padded: int) -> Any:
-        q, bias = attention_operands(queries, softmax, valid, padded)
-        arguments: dict[str, Any] = {"q": q}
-        for number, (units, seen) in enumerate(zip(pools, part, strict=True)):
-            data, scales = launch.unit_indices(units, seen.slots)
-            arguments[f"pool{number}"] = units.pool
-            arguments[f"idx{number}"] = _unit_columns(data, seen.valid, padded)
-            if scales is not None:
-                arguments[f"scale_idx{number}"] = _unit_columns(scales, seen.valid, padded)
-            arguments[f"kind{number}"] = kinds[number]
-        return launch.call_kernel(
-            backend,
-            fused_attn,
-            **arguments,
-            bias=bias,
-            sink=softmax.sink,
-            with_lse=True,
-            out_fp32=call.out_dtype == torch.float32,
-            active=queries.shape[0],
-        )
-
-    return in_blocks(call, MAX_LAUNCH_ROWS, run)
-
-
-def _unit_columns(units: torch.Tensor, valid: torch.Tensor, padded: int) -> torch.Tensor:
-    return launch.columns(launch.pad_to(torch.where(valid, units, EMPTY_UNIT), padded, 0, EMPTY_UNIT))
-
-
-@SPARSE_DECODE.impl(
-    "neuron",
-    "simulated",
-    strategy="fused",
-    limits=Limits(max_heads=MAX_HEADS, formats=ATTENTION_FORMATS, layouts=frozenset({"interleaved"})),
-    tolerance=WITHIN_2X_BF16,
-    rule=pool_refusals,
-)
-def _launch_fused(call: SparseDecodeCall, backend: str) -> Any:
-    return _fused(call, backend)
-
-
 @SPARSE_DECODE.impl(
     "neuron",
     "simulated",
@@ -460,8 +430,38 @@ def _launch_fused(call: SparseDecodeCall, backend: str) -> Any:
     tolerance=WITHIN_2X_BF16,
     rule=_fused_planar_rule,
 )
-def _launch_fused_planar(call: SparseDecodeCall, backend: str) -> Any:
-    return _fused(call, backend)
+@SPARSE_DECODE.impl(  # registered, and so asked, before the one above
+    "neuron",
+    "simulated",
+    strategy="fused",
+    limits=Limits(max_heads=MAX_HEADS, formats=ATTENTION_FORMATS, layouts=frozenset({"interleaved"})),
+    tolerance=WITHIN_2X_BF16,
+    rule=pool_refusals,
+)
+def _launch_fused(call: SparseDecodeCall, backend: str) -> Any:
+    check_call(call)
+    refuse_codes(call)
+    pools = [launch.pool_units(scope.cache) for scope in call.scopes]
+    kinds = [kind_of(scope.cache) for scope in call.scopes]
+
+    def keys_of(part: list[Visible], valid: torch.Tensor, padded: int) -> dict[str, Any]:
+        arguments: dict[str, Any] = {}
+        for number, (units, seen) in enumerate(zip(pools, part, strict=True)):
+            data, scales = launch.unit_indices(units, seen.slots)
+            arguments[f"pool{number}"] = units.pool
+            arguments[f"idx{number}"] = _unit_columns(data, seen.valid, padded)
+            if scales is not None:
+                arguments[f"scale_idx{number}"] = _unit_columns(scales, seen.valid, padded)
+            arguments[f"kind{number}"] = kinds[number]
+        if "fp4" in kinds:
+            arguments["lanes"] = launch.lanes()
+        return arguments
+
+    return in_blocks(call, backend, fused_attn, MAX_LAUNCH_ROWS, keys_of)
+
+
+def _unit_columns(units: torch.Tensor, valid: torch.Tensor, padded: int) -> torch.Tensor:
+    return launch.columns(launch.pad_to(torch.where(valid, units, EMPTY_UNIT), padded, 0, EMPTY_UNIT))
 
 
 # --- decoded table ---------------------------------------------------------------------------------------------------
@@ -496,31 +496,19 @@ def _table_rule(call: SparseDecodeCall) -> list[str]:
     rule=_table_rule,
 )
 def _launch_table(call: SparseDecodeCall, backend: str) -> Any:
+    check_call(call)
     tables = [launch.load_cache(scope.cache) for scope in call.scopes]
     table = tables[0] if len(tables) == 1 else torch.cat(tables)
     table = launch.pad_to(table, max(2, table.shape[0]), 0, 0.0)
     starts = (0, tables[0].shape[0])
 
-    def run(queries: Any, softmax: Softmax, part: list[Visible], valid: Any, padded: int) -> Any:
-        q, bias = attention_operands(queries, softmax, valid, padded)
+    def keys_of(part: list[Visible], valid: torch.Tensor, padded: int) -> dict[str, Any]:
         shifted = [seen.slots + starts[number] for number, seen in enumerate(part)]
         idx = torch.where(valid, shifted[0] if len(shifted) == 1 else torch.cat(shifted, dim=1), EMPTY_UNIT)
-        return launch.call_kernel(
-            backend,
-            gathered_attn_idx,
-            q=q,
-            kv_table=table,
-            idx=launch.columns(launch.pad_to(idx, padded, 0, EMPTY_UNIT)),
-            bias=bias,
-            sink=softmax.sink,
-            with_lse=True,
-            exact_bias=False,
-            is_columns=True,
-            out_fp32=call.out_dtype == torch.float32,
-            active=queries.shape[0],
-        )
+        idx = launch.columns(launch.pad_to(idx, padded, 0, EMPTY_UNIT))
+        return {"kv_table": table, "idx": idx, "is_columns": True}
 
-    return in_blocks(call, MAX_LAUNCH_ROWS, run)
+    return in_blocks(call, backend, gathered_attn_idx, MAX_LAUNCH_ROWS, keys_of)
 
 
 # --- rows gathered and decoded in torch ------------------------------------------------------------------------------
@@ -551,24 +539,14 @@ def _row_gather_rule(call: SparseDecodeCall) -> list[str]:
     rule=_row_gather_rule,
 )
 def _launch_row_gather(call: SparseDecodeCall, backend: str) -> Any:
-    def run(queries: Any, softmax: Softmax, part: list[Visible], valid: Any, padded: int) -> Any:
-        q, bias = attention_operands(queries, softmax, valid, padded)
+    check_call(call)
+
+    def keys_of(part: list[Visible], valid: torch.Tensor, padded: int) -> dict[str, Any]:
         parts = [gather_decoded_rows(scope.cache, seen, padded) for scope, seen in zip(call.scopes, part, strict=True)]
         kv = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return launch.call_kernel(
-            backend,
-            gathered_attn,
-            q=q,
-            kv=kv.reshape(-1, kv.shape[-1]),
-            bias=bias,
-            sink=softmax.sink,
-            with_lse=True,
-            exact_bias=False,
-            out_fp32=call.out_dtype == torch.float32,
-            active=queries.shape[0],
-        )
+        return {"kv": kv.reshape(-1, kv.shape[-1])}
 
-    return in_blocks(call, _rows_within(call), run)
+    return in_blocks(call, backend, gathered_attn, _rows_within(call), keys_of)
 
 
 GATHER_BYTES = 1024 * 12  # of torch temporaries per gathered record: int32 parts and float32 values of 512 elements

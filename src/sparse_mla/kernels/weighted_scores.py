@@ -26,6 +26,16 @@ spoils its own column only, which the caller masks.
 
 from __future__ import annotations
 
+from .decode_records import (
+    E2M1_RAISE,
+    E4M3_RAISE,
+    bit_field,
+    decode_e4m3_native,
+    join_fields,
+    join_finite,
+    scale_factors_ue8m0,
+    word_kind,
+)
 from .nki import nisa, nki, nl
 
 P = 128  # partitions
@@ -36,11 +46,6 @@ BANK = 512  # float32 columns of one PSUM bank
 BANK_CHUNKS = 4  # chunks whose scores fill a bank
 ROW_SECTION = 16  # keys per section of bf16 rows: 4 KiB runs
 DEPTH = 3  # tiles whose gathers may be in flight
-UE8M0_NAN = 255.0
-UE8M0_BIAS_SHIFT = 23  # a ue8m0 byte is the exponent field of a float32
-E2M1_RAISE = 6  # the float8_e4m3 byte made from an e2m1 code holds value * 2^-6
-E4M3_RAISE = 8  # float16 bits made from an e4m3 byte hold value * 2^-8
-E4M3_NAN_HALF = 1.8  # between 1.75 (448 * 2^-8) and 1.875 (what the NaN code reads as)
 
 
 def core_share(items):
@@ -59,7 +64,7 @@ def code_factor(kind):
     """What decoded codes must be multiplied by; a power of two, moved into the queries, where it is exact and free."""
     if kind == "fp4":
         return 2.0**E2M1_RAISE
-    if kind == "fp8":
+    if kind == "fp8_integer":
         return 2.0**E4M3_RAISE
     return 1.0
 
@@ -97,34 +102,6 @@ def gather_sections(dst, pool, column):
     )
 
 
-def shifted(words, kind, shape, shift, mask):
-    """(words << shift) & mask << shift for shift >= 0 given the unshifted mask, (words >> -shift) & mask below 0."""
-    field = nl.ndarray(shape=shape, dtype=kind, buffer=nl.sbuf)
-    if shift < 0:
-        nisa.tensor_scalar(
-            dst=field,
-            data=words,
-            op0=nl.right_shift,
-            operand0=-shift,
-            op1=nl.bitwise_and,
-            operand1=mask,
-            engine=nisa.engine.vector,
-        )
-    elif shift == 0:
-        nisa.tensor_scalar(dst=field, data=words, op0=nl.bitwise_and, operand0=mask, engine=nisa.engine.vector)
-    else:
-        nisa.tensor_scalar(
-            dst=field,
-            data=words,
-            op0=nl.bitwise_and,
-            operand0=mask,
-            op1=nl.left_shift,
-            operand1=shift,
-            engine=nisa.engine.vector,
-        )
-    return field
-
-
 def apply_factors(dst, codes, factors, parity):
     """Every second element of dst [128, chunks, 128] from `parity` on = codes [128, chunks, 64] * their factors."""
     length = D // 2 // GROUPS
@@ -145,63 +122,42 @@ def decode_e2m1(dst, data, factors, lanes):
     chunks = dst.shape[1]
     half = D // 2
     codes = nl.ndarray(shape=(P, 2, chunks, half), dtype=nl.uint8, buffer=nl.sbuf)
-    if lanes == 32:
-        kind = nl.uint32
-        repeat = 0x01010101
-    else:
-        kind = nl.uint16
-        repeat = 0x0101
+    kind, repeat = word_kind(lanes=lanes, byte_pairs=False)
     words = data.view(kind)
     shape = (P, chunks, words.shape[2])
-    low = shifted(words=words, kind=kind, shape=shape, shift=2, mask=0x07 * repeat)
-    high = shifted(words=words, kind=kind, shape=shape, shift=-2, mask=0x1C * repeat)
-    low_sign = shifted(words=words, kind=kind, shape=shape, shift=4, mask=0x08 * repeat)
-    high_sign = shifted(words=words, kind=kind, shape=shape, shift=0, mask=0x80 * repeat)
-    nisa.tensor_tensor(
-        dst=codes[:, 0, :, :].view(kind), data1=low, data2=low_sign, op=nl.bitwise_or, engine=nisa.engine.vector
-    )
-    nisa.tensor_tensor(
-        dst=codes[:, 1, :, :].view(kind), data1=high, data2=high_sign, op=nl.bitwise_or, engine=nisa.engine.vector
-    )
+    low = bit_field(words=words, kind=kind, shape=shape, shift=2, mask=0x07 * repeat)
+    high = bit_field(words=words, kind=kind, shape=shape, shift=-2, mask=0x1C * repeat)
+    low_sign = bit_field(words=words, kind=kind, shape=shape, shift=4, mask=0x08 * repeat)
+    high_sign = bit_field(words=words, kind=kind, shape=shape, shift=0, mask=0x80 * repeat)
+    join_fields(dst=codes[:, 0, :, :].view(kind), magnitude=low, sign=low_sign)
+    join_fields(dst=codes[:, 1, :, :].view(kind), magnitude=high, sign=high_sign)
     for parity in range(2):
         apply_factors(dst=dst, codes=codes[:, parity, :, :].view(nl.float8_e4m3), factors=factors, parity=parity)
 
 
-def decode_e4m3(dst, data, factors):
+def decode_e4m3_finite(dst, data, factors):
     """dst [128, chunks, 128] bf16 of e4m3 bytes, times 2^-E4M3_RAISE; every code, NaN gives 0."""
     chunks = dst.shape[1]
-    words = data.view(nl.uint16)
-    shape = (P, chunks, D // 2)
+    kind, repeat = word_kind(lanes=32, byte_pairs=True)
+    words = data.view(kind)
+    shape = (P, chunks, words.shape[2])
     for parity in range(2):
         if parity == 0:
-            magnitude = shifted(words=words, kind=nl.uint16, shape=shape, shift=7, mask=0x7F)
-            sign = shifted(words=words, kind=nl.uint16, shape=shape, shift=8, mask=0x80)
+            magnitude = bit_field(words=words, kind=kind, shape=shape, shift=7, mask=0x7F * repeat)
+            sign = bit_field(words=words, kind=kind, shape=shape, shift=8, mask=0x80 * repeat)
         else:
-            magnitude = shifted(words=words, kind=nl.uint16, shape=shape, shift=-1, mask=0x3F80)
-            sign = shifted(words=words, kind=nl.uint16, shape=shape, shift=0, mask=0x8000)
-        value = magnitude.view(nl.float16)
-        finite = nl.ndarray(shape=shape, dtype=nl.float16, buffer=nl.sbuf)
-        nisa.scalar_tensor_tensor(
-            dst=finite, data=value, op0=nl.less, operand0=E4M3_NAN_HALF, op1=nl.multiply, operand1=value
-        )
-        codes = nl.ndarray(shape=shape, dtype=nl.uint16, buffer=nl.sbuf)
-        nisa.tensor_tensor(
-            dst=codes, data1=finite.view(nl.uint16), data2=sign, op=nl.bitwise_or, engine=nisa.engine.vector
-        )
+            magnitude = bit_field(words=words, kind=kind, shape=shape, shift=-1, mask=0x3F80 * repeat)
+            sign = bit_field(words=words, kind=kind, shape=shape, shift=0, mask=0x8000 * repeat)
+        codes = nl.ndarray(shape=shape, dtype=kind, buffer=nl.sbuf)
+        join_finite(dst=codes, magnitude=magnitude, sign=sign)
         apply_factors(dst=dst, codes=codes.view(nl.float16), factors=factors, parity=parity)
 
 
 def tile_factors(scales, keys):
     """[128, keys, 4] fp32 in PSUM: the scale factors 2^(e - 127) of a tile; byte 255 gives 0, and so does byte 0."""
-    shape = (P, keys, GROUPS)
-    exponent = nl.ndarray(shape=shape, dtype=nl.int32, buffer=nl.sbuf)
-    nisa.scalar_tensor_tensor(
-        dst=exponent, data=scales, op0=nl.not_equal, operand0=UE8M0_NAN, op1=nl.multiply, operand1=scales
-    )
-    bits = nl.ndarray(shape=shape, dtype=nl.int32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=bits, data=exponent, op0=nl.left_shift, operand0=UE8M0_BIAS_SHIFT, engine=nisa.engine.vector)
-    psum = nl.ndarray(shape=shape, dtype=nl.float32, buffer=nl.psum)
-    nisa.activation(dst=psum, op=nl.copy, data=bits.view(nl.float32))
+    factors = scale_factors_ue8m0(raw=scales, chunks=keys, groups=GROUPS, raise_by=0)
+    psum = nl.ndarray(shape=(P, keys, GROUPS), dtype=nl.float32, buffer=nl.psum)
+    nisa.activation(dst=psum, op=nl.copy, data=factors)
     return psum
 
 
@@ -359,8 +315,16 @@ def load_block(block, source, kind, n, starts, tiles, state, lanes):
             factors=state["factors"][:, chunk : chunk + chunks, :],
             lanes=lanes,
         )
+    elif kind == "fp8_native":
+        decode_e4m3_native(
+            dst=dst,
+            data=state["raw"][:, chunk : chunk + chunks, :],
+            factors=state["factors"][:, chunk : chunk + chunks, :],
+            groups=GROUPS,
+            engine=nisa.engine.vector,
+        )
     else:
-        decode_e4m3(
+        decode_e4m3_finite(
             dst=dst,
             data=state["raw"][:, chunk : chunk + chunks, :],
             factors=state["factors"][:, chunk : chunk + chunks, :],
@@ -451,7 +415,7 @@ def page_scores(q, pool, idx, scale_idx, w, groups=1, section=16, kind="fp4", la
         idx, scale_idx: [128, groups * tiles] int32: unit where the data, and where the scale bytes, of a section
             begin; -1: no key of it is wanted. Column g * tiles + i, partition p: section i * 128 + p of group g.
         section: keys per section, consecutive inside a page.
-        kind: "fp4" (64 bytes and 4 ue8m0 a key) or "fp8" (128 bytes and 4).
+        kind: "fp4" (64 bytes and 4 ue8m0 a key), or "fp8_native" or "fp8_integer" (128 bytes and 4).
         lanes: 16 or 32 bits per bit operation of e2m1.
     Returns: [t, tiles * 128 * section] fp32; columns of keys that were not gathered hold anything.
     """
