@@ -2,8 +2,10 @@
 """Estimated cost of index scores, selection and pooling on Trainium, in the rows of the attention table.
 
 Each row runs one launch through the simulator and asks its cost model; nothing was measured on a device. `keys` says
-what the launch works on. For scores, `ns_per_key` of two contexts is the time a further key takes one core, free of
-what every launch pays once.
+what the launch works on.
+
+    variant  of scores: lanes16 and lanes32, bits of e2m1 codes per bit operation; native, e4m3 read by the engines
+             (caches of the 224 cap); integer, any e4m3 code. none elsewhere
 """
 
 from __future__ import annotations
@@ -23,12 +25,18 @@ from ..ops.softmax_pool import softmax_pool
 from ..ops.topk import topk
 from ..simulator import run
 from ..simulator.launch import Run
-from .neuron_cost import PARAMS, CostRow
+from .neuron_cost import PARAMS, SCORE_CONTEXTS, CostRow
 
-__all__ = ["IndexPoint", "estimate_point", "index_cost_plan", "ns_per_key", "run_index_costs"]
+__all__ = ["IndexPoint", "estimate_point", "index_cost_plan", "run_index_costs"]
 
 PAGE = 64
 INDEX_HEADS = 32
+VARIANTS = (
+    (INDEX_FP4.name, "lanes32"),
+    (INDEX_FP4.name, "lanes16"),
+    (INDEX_FP8.name, "native"),
+    (INDEX_FP8.name, "integer"),
+)
 
 
 class IndexPoint(NamedTuple):
@@ -39,6 +47,7 @@ class IndexPoint(NamedTuple):
     size: int  # keys of a context, columns of a row, or rows of a group
     lnc: int
     format: str = ""
+    variant: str = "none"
 
     @property
     def keys(self) -> str:
@@ -49,10 +58,10 @@ class IndexPoint(NamedTuple):
 def index_cost_plan() -> list[IndexPoint]:
     """The rows of the table."""
     scores = [
-        IndexPoint("index_logits", rows, keys, lnc, fmt.name)
-        for fmt in (INDEX_FP4, INDEX_FP8)
+        IndexPoint("index_logits", rows, keys, lnc, fmt, variant)
+        for fmt, variant in VARIANTS
         for rows in (1, 4)
-        for keys in (8192, 32768)
+        for keys in SCORE_CONTEXTS
         for lnc in (1, 2)
     ]
     selection = [IndexPoint("topk", rows, 32768, lnc) for rows in (1, 6, 128) for lnc in (1, 2)]
@@ -65,7 +74,8 @@ def _call(point: IndexPoint) -> Callable[[], Any]:
     if point.op == "index_logits":
         fmt: RecordFormat = INDEX_FP4 if point.format == INDEX_FP4.name else INDEX_FP8
         pages = point.size // PAGE
-        cache = PagedCache(torch.zeros((pages, PAGE * fmt.record_bytes), dtype=torch.uint8), fmt, PAGE)
+        data = torch.zeros((pages, PAGE * fmt.record_bytes), dtype=torch.uint8)
+        cache = PagedCache(data, fmt, PAGE, e4m3_max=224 if point.variant == "native" else 448)
         table = torch.arange(pages, dtype=torch.int32).unsqueeze(0)
         lens = torch.full((1, point.rows), point.size, dtype=torch.int32)
         q = encode_query(torch.zeros((1, point.rows, INDEX_HEADS, INDEX_DIM), dtype=torch.bfloat16), fmt)
@@ -92,7 +102,8 @@ def estimate_point(point: IndexPoint) -> CostRow:
     before = launch.EXECUTORS["simulated"]
     launch.EXECUTORS["simulated"] = execute
     try:
-        with config.override(NEURON_LOGICAL_NC_CONFIG=point.lnc):
+        lanes = 32 if point.variant == "lanes32" else 16
+        with config.override(NEURON_LOGICAL_NC_CONFIG=point.lnc, SPARSE_MLA_NEURON_LANES=lanes):
             call()
     finally:
         launch.EXECUTORS["simulated"] = before
@@ -105,7 +116,7 @@ def estimate_point(point: IndexPoint) -> CostRow:
     return CostRow(
         point.op,
         "fused" if point.op == "index_logits" else "kernel",
-        "none",
+        point.variant,
         point.keys,
         point.rows,
         INDEX_HEADS if point.op == "index_logits" else 0,
@@ -120,12 +131,6 @@ def estimate_point(point: IndexPoint) -> CostRow:
         0,
         estimates[0].target,
     )
-
-
-def ns_per_key(rows: int, lnc: int, fmt: RecordFormat = INDEX_FP4) -> float:
-    """Nanoseconds a further key takes one core."""
-    few, many = (estimate_point(IndexPoint("index_logits", rows, n, lnc, fmt.name)) for n in (8192, 32768))
-    return (many.estimated_us - few.estimated_us) * 1000.0 * lnc / (32768 - 8192)
 
 
 def run_index_costs(points: list[IndexPoint], on_row: Callable[[IndexPoint], None] | None = None) -> Iterator[CostRow]:
