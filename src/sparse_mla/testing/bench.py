@@ -5,10 +5,10 @@ Each row of the plan is a case, a footprint and a number of threads. Each result
 
     op, case, backend, cpu_target, threads, median_us, gflops, pct_peak, pct_gemm, pct_stream, pct_gather, ratio_vs
 
-`ratio_vs` maps a contestant to how many times longer it takes; "best_torch" is the fastest torch form. The roofs are
-measured in the same run: `peak` (register-only loop of the native target), `gemm` (oneDNN bfloat16 2048^3), `stream`
-(read; copy for operators that write) and `gather` (random records of that size from the same footprint). A roof that
-cannot be measured is null.
+`ratio_vs` maps a contestant to how many times longer it takes; "best_torch" is the fastest torch form. Three roofs take
+turns with the contestants: `peak` (register-only loop of the native target), `stream` (read; copy for operators that
+write) and `gather` (random records of that size from the same footprint). `gemm` (torch's 2048^3) is measured once a
+run. A roof that cannot be measured is null.
 
 Later work adds rows to `PLAN`, contestants to `CONTESTANTS`, and nothing else. Times on a busy machine mean little;
 compare ratios.
@@ -38,7 +38,18 @@ from .pages import Pages
 from .pooling_cases import PoolCase, RopeCase
 from .record_cases import LoadCase, StoreCase
 from .rotation import HOT_BYTES, rotation
-from .timing import Action, Roofs, Timing, interleave, measure_gather, measure_roofs, num_threads
+from .timing import (
+    Action,
+    Roof,
+    Roofs,
+    Timing,
+    gather_roof,
+    interleave,
+    measure_roofs,
+    num_threads,
+    peak_roof,
+    stream_roof,
+)
 
 __all__ = ["PLAN", "BenchRow", "Entry", "compare_baseline", "run_plan", "select_plan", "write_jsonl"]
 
@@ -191,29 +202,36 @@ def run_plan(
 ) -> Iterator[BenchRow]:
     """Measure the rows of a plan, each handed out as soon as it is known: a full plan takes half an hour.
     `compiled=False` leaves torch.compile out, which takes seconds per case."""
-    roofs: dict[int, Roofs] = {}
-    gathers: dict[tuple[int, int, int], float] = {}
+    machine: dict[int, Roofs] = {}
     commit = _commit()
     for entry in entries:
         problems = rotation(entry.case, entry.footprint_bytes)
         counts = [n for n in entry.threads if n in (threads or entry.threads)]
         for count in counts:
             on_row(f"{entry.case.op} {entry.name} {count}t")
-            if count not in roofs:
-                roofs[count] = measure_roofs(count)
-            if entry.record_bytes is not None:
-                key = (entry.record_bytes, entry.footprint_bytes, count)
-                if key not in gathers:
-                    gathers[key] = measure_gather(*key)
-            gather = None if entry.record_bytes is None else gathers[entry.record_bytes, entry.footprint_bytes, count]
+            if count not in machine:
+                machine[count] = measure_roofs(count)
+            roofs = _roofs(entry, count)
             if compiled:
                 torch._dynamo.reset()  # else the contestants' few functions run into the limit of variants per function
             with num_threads(count):
                 actions = _actions(entry, problems, backend, compiled, on_skip)
                 if not any(name.startswith("@") for name in actions):
                     continue
-                timings = interleave(actions, rounds=rounds, min_seconds=min_seconds)
-            yield from _rows(entry, count, timings, roofs[count], gather, commit)
+                turns = actions | {name: roof.action for name, roof in roofs.items()}
+                timings = interleave(turns, rounds=rounds, min_seconds=min_seconds)
+            yield from _rows(entry, count, timings, roofs, machine[count], commit)
+
+
+def _roofs(entry: Entry, threads: int) -> dict[str, Roof]:
+    """The limits of the machine that the case could run into."""
+    roofs = {"roof_stream": stream_roof(copy=entry.case.op in WRITING_OPS)}
+    peak = peak_roof(threads) if entry.case.flops else None
+    if peak is not None:
+        roofs["roof_peak"] = peak
+    if entry.record_bytes is not None:
+        roofs["roof_gather"] = gather_roof(entry.record_bytes, entry.footprint_bytes)
+    return roofs
 
 
 def _actions(
@@ -275,16 +293,17 @@ def _overhead(case: Case, problems: list[Problem], implementation: Implementatio
 
 
 def _rows(
-    entry: Entry, threads: int, timings: dict[str, Timing], roofs: Roofs, gather: float | None, commit: str
+    entry: Entry, threads: int, timings: dict[str, Timing], roofs: dict[str, Roof], machine: Roofs, commit: str
 ) -> Iterator[BenchRow]:
     case = entry.case
-    stream = roofs.copy_gbs if case.op in WRITING_OPS else roofs.read_gbs
+    work = {"roof_peak": case.flops, "roof_stream": case.nbytes, "roof_gather": case.nbytes}
     for name, timing in timings.items():
         if not name.startswith("@"):
             continue
         gflops = case.flops / timing.median_us / 1e3
-        gbs = case.nbytes / timing.median_us / 1e3
-        ratios = {other: round(timing.ratio_to(t), 3) for other, t in timings.items() if other != name}
+        shares = {r: round(timing.share_of(timings[r], work[r], roof.work), 2) for r, roof in roofs.items()}
+        others = {other: t for other, t in timings.items() if other != name and other not in roofs}
+        ratios = {other: round(timing.ratio_to(t), 3) for other, t in others.items()}
         torch_forms = [ratio for other, ratio in ratios.items() if is_torch(other)]
         if torch_forms:
             ratios["best_torch"] = min(torch_forms)
@@ -297,19 +316,15 @@ def _rows(
             median_us=round(timing.median_us, 3),
             spread=round(timing.spread, 4),
             gflops=round(gflops, 3),
-            gbs=round(gbs, 3),
-            pct_peak=_share(gflops, roofs.peak_gflops) if case.flops else None,
-            pct_gemm=_share(gflops, roofs.gemm_gflops) if case.flops else None,
-            pct_stream=_share(gbs, stream),
-            pct_gather=_share(gbs, gather),
+            gbs=round(case.nbytes / timing.median_us / 1e3, 3),
+            pct_peak=shares.get("roof_peak"),
+            pct_gemm=round(100 * gflops / machine.gemm_gflops, 2) if case.flops else None,
+            pct_stream=shares["roof_stream"],
+            pct_gather=shares.get("roof_gather"),
             ratio_vs=ratios,
-            roof_gemm_gflops=round(roofs.gemm_gflops, 2),
+            roof_gemm_gflops=round(machine.gemm_gflops, 2),
             commit=commit,
         )
-
-
-def _share(value: float, roof: float | None) -> float | None:
-    return None if not roof else round(100 * value / roof, 2)
 
 
 def _commit() -> str:

@@ -10,16 +10,27 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 
 from ..dispatch import backend_module, presence
 
-__all__ = ["Roofs", "Timing", "interleave", "measure_gather", "measure_roofs", "num_threads", "product_dtype"]
+__all__ = [
+    "Roof",
+    "Roofs",
+    "Timing",
+    "gather_roof",
+    "interleave",
+    "measure_gather",
+    "measure_roofs",
+    "num_threads",
+    "peak_roof",
+    "product_dtype",
+    "stream_roof",
+]
 
 Action = Callable[[int], object]  # called with a running number, to rotate inputs
 
@@ -44,6 +55,11 @@ class Timing(NamedTuple):
     def ratio_to(self, other: Timing) -> float:
         """How many times longer `other` takes: the median over rounds, each measured back to back."""
         return statistics.median(theirs / ours for ours, theirs in zip(self.rounds_us, other.rounds_us, strict=True))
+
+    def share_of(self, roof: Timing, work: float, roof_work: float) -> float:
+        """Percent of a roof's rate, `work` being done in a call of this and `roof_work` in one of the roof: the median
+        over rounds, so that a machine that slows down lowers both."""
+        return 100 * self.ratio_to(roof) * work / roof_work
 
 
 def interleave(
@@ -85,13 +101,11 @@ def num_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class Roofs(NamedTuple):
-    """What this machine can do at most, at one thread count. None: not measurable here."""
+class Roof(NamedTuple):
+    """A limit of the machine, as a contestant that takes turns with what is compared with it."""
 
-    peak_gflops: float | None  # register-only loop of the native target's widest dot or FMA
-    gemm_gflops: float  # torch 2048^3, in bfloat16 (oneDNN) or in float32 where that is faster
-    read_gbs: float
-    copy_gbs: float  # bytes read plus bytes written
+    action: Action
+    work: float  # floating point operations or bytes of one call
 
 
 GEMM_SIZE = 2048
@@ -112,41 +126,65 @@ def product_dtype() -> torch.dtype:
     return min(taken, key=lambda dtype: taken[dtype])
 
 
+def peak_roof(threads: int) -> Roof | None:
+    """The native target's widest dot or FMA in a loop over registers. None without the native extension."""
+    native = None if presence("native") else backend_module("native")
+    if native is None:
+        return None
+    loop: Callable[[int], float] = native.peak_flops
+    return Roof(lambda _: loop(threads), loop(threads))
+
+
+@lru_cache(maxsize=1)
+def _stream() -> tuple[torch.Tensor, torch.Tensor]:
+    source = torch.ones(STREAM_BYTES // 4, dtype=torch.float32)
+    return source, torch.empty_like(source)
+
+
+def stream_roof(*, copy: bool) -> Roof:
+    """Memory read in order; or read and written, both counted."""
+    source, target = _stream()
+    if copy:
+        return Roof(lambda _: target.copy_(source), 2 * STREAM_BYTES)
+    return Roof(lambda _: source.sum(), STREAM_BYTES)
+
+
+@lru_cache(maxsize=2)
+def gather_roof(record_bytes: int, footprint_bytes: int) -> Roof:
+    """Random records of that size from that much memory, written to a buffer that stays in the cache."""
+    words = torch.int64 if record_bytes % 8 == 0 else torch.int32 if record_bytes % 4 == 0 else torch.uint8
+    count = max(1, footprint_bytes // record_bytes)
+    memory = torch.zeros(count, record_bytes // words.itemsize, dtype=words)
+    chosen = [torch.randint(0, count, (4096,)) for _ in range(32)]
+    buffer = torch.empty(4096, memory.shape[1], dtype=words)
+    return Roof(lambda i: torch.index_select(memory, 0, chosen[i % 32], out=buffer), 4096 * record_bytes)
+
+
+class Roofs(NamedTuple):
+    """What this machine can do at most, at one thread count. None: not measurable here."""
+
+    peak_gflops: float | None  # register-only loop of the native target's widest dot or FMA
+    gemm_gflops: float  # torch 2048^3, in bfloat16 (oneDNN) or in float32 where that is faster
+    read_gbs: float
+    copy_gbs: float  # bytes read plus bytes written
+
+
 def measure_roofs(threads: int, *, rounds: int = 5, clock: Callable[[], float] = time.perf_counter) -> Roofs:
-    """The roofs that do not depend on a case. `gather_gbs` is measured per record size and footprint."""
+    """The roofs that do not depend on a case, the best of some rounds."""
     with num_threads(threads):
         a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE).to(product_dtype()) for _ in range(2))
-        source = torch.ones(STREAM_BYTES // 4, dtype=torch.float32)
-        target = torch.empty_like(source)
-        taken = interleave(
-            {
-                "gemm": lambda _: torch.mm(a, b),
-                "read": lambda _: source.sum(),
-                "copy": lambda _: target.copy_(source),
-            },
-            rounds=rounds,
-            min_seconds=0.0,
-            clock=clock,
-        )
-        best = {name: min(timing.rounds_us) for name, timing in taken.items()}
-        return Roofs(
-            # Its loop knows elapsed time only, which another clock must not be compared with.
-            peak_gflops=_peak_gflops(threads) if clock is time.perf_counter else None,
-            gemm_gflops=2 * GEMM_SIZE**3 / best["gemm"] / 1e3,
-            read_gbs=STREAM_BYTES / best["read"] / 1e3,
-            copy_gbs=2 * STREAM_BYTES / best["copy"] / 1e3,
-        )
-
-
-def _peak_gflops(threads: int) -> float | None:
-    """The native extension's loop over registers, on that many threads at once; it gives one thread's rate."""
-    if presence("native"):
-        return None
-    loop = getattr(backend_module("native"), "peak_gflops", None)
-    if loop is None:
-        return None
-    with ThreadPoolExecutor(threads) as pool:
-        return max(sum(pool.map(lambda _: float(loop()), range(threads))) for _ in range(3))
+        roofs = {
+            "gemm": Roof(lambda _: torch.mm(a, b), 2 * GEMM_SIZE**3),
+            "read": stream_roof(copy=False),
+            "copy": stream_roof(copy=True),
+        }
+        peak = peak_roof(threads)
+        if peak is not None:
+            roofs["peak"] = peak
+        actions = {name: roof.action for name, roof in roofs.items()}
+        taken = interleave(actions, rounds=rounds, min_seconds=0.002, clock=clock)
+        rates = {name: roofs[name].work / min(timing.rounds_us) / 1e3 for name, timing in taken.items()}
+        return Roofs(rates.get("peak"), rates["gemm"], rates["read"], rates["copy"])
 
 
 def measure_gather(
@@ -157,14 +195,8 @@ def measure_gather(
     rounds: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """GB/s of reading random records of that size from that much memory, written to a buffer that stays in the
-    cache."""
-    words = torch.int64 if record_bytes % 8 == 0 else torch.int32 if record_bytes % 4 == 0 else torch.uint8
-    count = max(1, footprint_bytes // record_bytes)
-    memory = torch.zeros(count, record_bytes // words.itemsize, dtype=words)
-    chosen = [torch.randint(0, count, (4096,)) for _ in range(32)]
-    buffer = torch.empty(4096, memory.shape[1], dtype=words)
+    """GB/s of `gather_roof`, the best of some rounds."""
+    roof = gather_roof(record_bytes, footprint_bytes)
     with num_threads(threads):
-        action = {"gather": lambda i: torch.index_select(memory, 0, chosen[i % 32], out=buffer)}
-        taken = interleave(action, rounds=rounds, min_seconds=0.01, clock=clock)["gather"]
-    return 4096 * record_bytes / min(taken.rounds_us) / 1e3
+        taken = interleave({"gather": roof.action}, rounds=rounds, min_seconds=0.01, clock=clock)["gather"]
+    return roof.work / min(taken.rounds_us) / 1e3
