@@ -132,7 +132,7 @@ def test_ap_of_hbm_is_as_strided(pattern: list[tuple[int, int]], offset: int) ->
     last = offset + sum(s * (n - 1) for s, n in pattern)
     if last >= flat.size:
         with pytest.raises(KernelError, match="reaches element"):
-            t.ap(pattern, offset=offset)
+            t.ap(pattern, offset=offset).array()
         return
     expected = np.lib.stride_tricks.as_strided(flat[offset:], [n for _, n in pattern], [s * 4 for s, _ in pattern])
     same(t.ap([list(p) for p in pattern], offset=offset), expected)
@@ -147,13 +147,40 @@ def test_ap_on_chip_addresses_partition_and_free(start: int, count: int, free: l
     t, r = tensor((8, 12), nl.sbuf)
     reach = sum(s * (n - 1) for s, n in free)
     if start + count > 8 or reach >= 12:
-        with pytest.raises(KernelError):
-            t.ap([[12, count], *map(list, free)], offset=12 * start)
+        with pytest.raises(KernelError, match="reaches partition"):
+            t.ap([[12, count], *map(list, free)], offset=12 * start).array()
         return
     expected = np.lib.stride_tricks.as_strided(
         r[start:], [count, *(n for _, n in free)], [48, *(s * 4 for s, _ in free)]
     )
     same(t.ap([[12, count], *map(list, free)], offset=12 * start), expected)
+
+
+def test_a_pattern_behind_the_end_is_an_error_of_the_instruction_that_uses_it() -> None:
+    """Kernels make the view of a last, missing tile and then skip it."""
+
+    def kernel(x: Any, used: Any) -> Any:
+        whole = put(x)
+        kept = nl.ndarray((8, 4), nl.float32)
+        for i in range(4):
+            part = whole.ap([[12, 8], [1, 4]], offset=4 * i)
+            if i < 2:
+                nisa.tensor_copy(kept, part)
+        if used == "engine":
+            nisa.tensor_copy(kept, part)
+        if used == "dma":
+            nisa.dma_copy(dst=kept, src=x.ap([[12, 8], [1, 4]], offset=12))
+        if used == "slice":
+            nisa.tensor_copy(kept, whole.ap([[12, 8], [1, 8]], offset=8)[:, :4])
+        return get(kept)
+
+    x = numbered((8, 12), np.float32)
+    assert (launch(kernel, x, "nothing").value == x[:, 4:8]).all()
+    assert (launch(kernel, x, "slice").value == x[:, 8:]).all()
+    with pytest.raises(KernelError, match=r"tensor_copy: src: the pattern reaches partition 8 of 8 and element 3 of 12"):
+        launch(kernel, x, "engine")
+    with pytest.raises(KernelError, match=r"dma_copy: src: the pattern reaches element 99 of 96"):
+        launch(kernel, x, "dma")
 
 
 def test_ap_keeps_the_base_of_a_slice_and_adds_the_offset() -> None:

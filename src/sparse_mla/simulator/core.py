@@ -347,6 +347,8 @@ class Machine:
             self.fail(check, f"{role} {t.brief()} is indexed by a vector; only DMA gathers and scatters rows")
         if t.scalar_index is not None:
             t = self.dynamic(role, t)
+        elif t.suspect and (text := t.outside()):
+            self.fail(33, f"{role}: {text}")
         if not self.checks:
             return t
         if t.memory not in memories:

@@ -39,6 +39,8 @@ def dma_operand(m: Machine, role: str, value: Any) -> NkiTensor:
     """An HBM or SBUF operand; PSUM is out of a DMA's reach."""
     if type(value) is not NkiTensor:
         m.fail(17, f"{role} must be a tensor, got {describe(value)}")
+    if value.suspect and value.scalar_index is None and (text := value.outside()):
+        m.fail(33, f"{role}: {text}")
     if value.memory == PSUM and m.checks:
         m.fail(17, f"{role} {value.brief()}: DMA cannot reach PSUM; copy to SBUF first")
     if value.memory == SBUF and value.shape[0] > m.target.pmax and m.checks:

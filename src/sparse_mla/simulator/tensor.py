@@ -129,7 +129,7 @@ class NkiTensor(NKIObject):
 
     __slots__ = (
         "_array", "_operand", "base_rows", "byte_offset", "byte_strides", "dtype", "legal", "memory", "row_step",
-        "scalar_index", "scalar_limit", "scalar_step", "shape", "storage", "vector_index",
+        "scalar_index", "scalar_limit", "scalar_step", "shape", "storage", "suspect", "vector_index",
     )  # fmt: skip
 
     shape: tuple[int, ...]
@@ -159,6 +159,7 @@ class NkiTensor(NKIObject):
         self.row_step = 0
         self.base_rows = 0
         self.scalar_limit = -1  # largest index that stays inside the dim, -1 when only the storage bounds it
+        self.suspect = False  # an `.ap` reached outside the storage: an error once an instruction uses it
         self.legal = False
         self._array: Array | None = None
         self._operand: Operand | None = None
@@ -179,6 +180,7 @@ class NkiTensor(NKIObject):
         made.row_step = self.row_step
         made.base_rows = self.base_rows
         made.scalar_limit = self.scalar_limit
+        made.suspect = self.suspect
         made.legal = False
         made._array = None
         made._operand = None
@@ -290,6 +292,8 @@ class NkiTensor(NKIObject):
         """The elements as a NumPy view of storage."""
         made = self._array
         if made is None:
+            if self.suspect and (text := self.outside()):
+                refuse(33, text)
             st = self.storage
             if st.pitch == st.row_bytes:
                 made = np.ndarray(self.shape, self.dtype.np, st.data, st.base + self.byte_offset, self.byte_strides)
@@ -727,14 +731,14 @@ class NkiTensor(NKIObject):
                 refuse(32, f"ap: vector_offset cannot index the stride-0 dim of {self.brief()}")
             made.base_rows = self.shape[0]
             made.byte_strides = (made.row_step, *strides[1:])
-            made._bounds(1)
+            made.suspect = bool(made.outside())
             return made
         if scalar_offset is not None:
             if not 0 <= indirect_dim < self.ndim:
                 refuse(32, f"ap: indirect_dim {indirect_dim} is out of range for {self.brief()}")
             made.scalar_index, made.scalar_step = scalar_offset, self.byte_strides[indirect_dim]
             made.scalar_limit = -1
-        made._bounds(0)
+        made.suspect = bool(made.outside())
         return made
 
     def moved(self, index: int) -> NkiTensor:
@@ -771,32 +775,35 @@ class NkiTensor(NKIObject):
         high = free + size + sum((n - 1) * s for n, s in zip(self.shape[1:], self.byte_strides[1:], strict=True))
         return rows <= st.partitions and high <= st.row_bytes
 
-    def _bounds(self, first: int) -> None:
-        """Refuse a pattern that reaches outside the storage (dims before `first` are dynamic)."""
+    def outside(self) -> str:
+        """How the pattern reaches outside the storage (dim 0 left out when a vector picks its rows), or nothing.
+
+        Kernels describe tiles behind the end and then skip them, so this is an error of the instruction that uses one.
+        """
         st = self.storage
         size = self.dtype.itemsize
         if self.memory == HBM:
+            first = 0 if self.vector_index is None else 1
             last = self.byte_offset + size
             for n, s in zip(self.shape[first:], self.byte_strides[first:], strict=True):
                 last += (n - 1) * s
             if last > st.row_bytes or self.byte_offset < 0:
-                refuse(
-                    33,
-                    f"ap: the pattern reaches element {last // size - 1} of {st.row_bytes // size} of the storage "
-                    f"{st.shape} {st.dtype}",
+                return (
+                    f"the pattern reaches element {last // size - 1} of {st.row_bytes // size} of the storage "
+                    f"{st.shape} {st.dtype}"
                 )
-            return
+            return ""
         row, free = divmod(self.byte_offset, st.row_bytes)
         rows = row + (self.shape[0] - 1) * (self.byte_strides[0] // st.row_bytes) + 1
         last = free + size
         for n, s in zip(self.shape[1:], self.byte_strides[1:], strict=True):
             last += (n - 1) * s
-        if rows > st.partitions or last > st.row_bytes:
-            refuse(
-                33,
-                f"ap: the pattern reaches partition {rows - 1} of {st.partitions} and element {last // size - 1} of "
-                f"{st.row_bytes // size} of the storage {st.shape} {st.dtype}",
+        if rows > st.partitions or last > st.row_bytes or row < 0:
+            return (
+                f"the pattern reaches partition {rows - 1} of {st.partitions} and element {last // size - 1} of "
+                f"{st.row_bytes // size} of the storage {st.shape} {st.dtype}"
             )
+        return ""
 
 
 def _available(dtype: DType) -> None:
