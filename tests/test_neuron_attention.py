@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import sparse_mla
-from sparse_mla import KVScope, PagedCache, config, sparse_decode, sparse_prefill, store_records
+from sparse_mla import KVScope, PagedCache, config, load_records, sparse_decode, sparse_prefill, store_records
 from sparse_mla.caches import allocate
 from sparse_mla.dispatch import OPS, explain
 from sparse_mla.errors import ArgumentError, SlotRangeError, UnsupportedError
@@ -335,6 +335,33 @@ def test_codes_the_engine_would_misread_are_refused() -> None:
     cache.data[3, 2, 0, 78] = 0xFF
     with pytest.raises(SlotRangeError, match="NaN code 0xFF in slot 50"):
         simulated("fused", q, [wide])
+
+
+@pytest.mark.parametrize("as_bytes", [True, False])
+def test_a_bfloat16_nan_is_a_zero_or_refused(as_bytes: bool) -> None:
+    """NaN decodes to 0 in every format. The fused kernel takes bfloat16 rows unread, so it refuses the record."""
+    cache, q = filled(BF16), queries(2, 1, 4)
+    rows = cache.data.view(torch.bfloat16).reshape(-1, 512)
+    rows[50, 3:7] = torch.tensor([torch.nan, -torch.nan, torch.nan, 1.0])
+    clean = rows.nan_to_num(nan=0.0)
+    data = cache.data if as_bytes else rows.reshape(cache.num_blocks, cache.page_size, 1, 512)
+    scope = KVScope(PagedCache(data, BF16, cache.page_size), torch.arange(128, dtype=torch.int32).expand(2, 1, 128))
+    assert torch.equal(launch.load_cache(scope.cache), clean)
+    assert torch.equal(load_records(scope.cache, torch.arange(128), backend="simulated"), clean)
+    expected = sparse_decode(q, [scope], softmax_scale=SCALE, backend="reference")
+    for strategy in ("row_gather", "decoded_table"):
+        found = simulated(strategy, q, [scope])
+        assert (found.lse - expected.lse).abs().max() < 1e-5
+        assert (found.out.float() - expected.out.float()).norm() < 4e-3 * expected.out.float().norm()
+    with pytest.raises(SlotRangeError, match="must hold numbers, got NaN in slot 50"):
+        simulated("fused", q, [scope])
+    others = KVScope(scope.cache, torch.where(scope.indices == 50, -1, scope.indices))
+    assert bool(torch.isfinite(simulated("fused", q, [others]).out).all())
+
+
+def test_every_bfloat16_decodes_as_formats_say() -> None:
+    records = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.uint8).reshape(128, 1024)
+    assert same_bits(launch.decode_rows(records, BF16), decode(records, BF16))
 
 
 @pytest.mark.parametrize("strategy", ["fused", "fused_planar"])

@@ -400,9 +400,12 @@ LARGEST_EXPONENT = 127  # exp2 is exact from -126 to 127
 
 def decode_rows(records: torch.Tensor, fmt: RecordFormat, *, keep_scale_255: bool = False) -> torch.Tensor:
     """Records [..., record_bytes] uint8 to [..., elements] bfloat16, exactly as `formats.decode`, by integers and exp2.
+    Rows that are bfloat16 already lose their NaN, which decodes to 0 in every format.
 
     keep_scale_255: scale byte 255 is the exponent 128 instead of NaN, which decodes to 0.
     """
+    if records.dtype == torch.bfloat16:
+        return torch.where(records == records, records, 0.0)
     data, scales = records[..., : fmt.data_bytes].int(), records[..., fmt.data_bytes :].int()
     if fmt is BF16:
         return _bfloat16(data)
@@ -460,10 +463,11 @@ def _power(exponent: torch.Tensor) -> torch.Tensor:
 
 
 def _bfloat16(data: torch.Tensor) -> torch.Tensor:
-    """bfloat16 of little-endian byte pairs [..., 2 n] (int32), without a bitcast."""
+    """bfloat16 of little-endian byte pairs [..., 2 n] (int32), without a bitcast; NaN gives 0 with its sign."""
     pairs = data.reshape(*data.shape[:-1], data.shape[-1] // 2, 2)
     low, high = pairs[..., 0], pairs[..., 1]
     field = ((high & 127) << 1) | (low >> 7)
     mantissa = (low & 127) + ((field > 0).int() << 7)
+    mantissa = torch.where((field == 255) & (mantissa > 128), 0, mantissa)
     value: torch.Tensor = mantissa.float() * _power(field.clamp(min=1) - 134)
     return (value * (1 - ((high >> 7) << 1)).float()).to(torch.bfloat16)

@@ -391,13 +391,16 @@ def refuse_codes(call: SparseDecodeCall) -> None:
         return
     for number, scope in enumerate(call.scopes):
         kind = kind_of(scope.cache)
-        if not kind.startswith("fp8"):
+        if kind == "fp4":
             continue
         seen = visible_slots(call, number)
         slots = seen.slots[seen.valid]
         if slots.numel() == 0:
             continue
         records = launch.gather_bytes(scope.cache, slots)
+        if kind == "bf16":
+            _refuse_nan(number, slots, records)
+            continue
         data = records[:, : V41_FP8.data_bytes] & 0x7F
         bad = data >= 0x78 if kind == "fp8_native" else data == 0x7F
         if bool(bad.any()):
@@ -408,6 +411,21 @@ def refuse_codes(call: SparseDecodeCall) -> None:
             )
         if kind == "fp8_integer":
             _refuse_scales(number, slots, records[:, V41_FP8.data_bytes :])
+
+
+def _refuse_nan(number: int, slots: torch.Tensor, records: torch.Tensor) -> None:
+    """The kernel takes bfloat16 rows as they are: a NaN would reach every output of its row, where it decodes to 0."""
+    if records.dtype == torch.bfloat16:
+        bad = (records != records).any(dim=1)
+    else:
+        low, high = records[:, 0::2].int(), records[:, 1::2].int()
+        bad = ((((high & 127) << 8) | low) > 0x7F80).any(dim=1)
+    if bool(bad.any()):
+        slot = int(slots[bad.nonzero()[0, 0]])
+        raise SlotRangeError(
+            f"sparse_decode: scopes[{number}].cache must hold numbers, got NaN in slot {slot}; an unwritten slot or a "
+            "corrupted record."
+        )
 
 
 def _refuse_scales(number: int, slots: torch.Tensor, scales: torch.Tensor) -> None:
@@ -520,8 +538,7 @@ def gather_decoded_rows(cache: PagedCache, seen: Visible, padded: int) -> torch.
     valid = launch.pad_to(seen.valid, padded, 0, False)
     if cache.num_slots == 0:
         return torch.zeros((*slots.shape, 512), dtype=torch.bfloat16, device=slots.device)
-    records = launch.gather_bytes(cache, slots)
-    rows = records if records.dtype == torch.bfloat16 else launch.decode_rows(records, cache.format)
+    rows = launch.decode_rows(launch.gather_bytes(cache, slots), cache.format)
     return torch.where(valid.unsqueeze(-1), rows, 0.0)
 
 
