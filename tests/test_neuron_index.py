@@ -16,6 +16,7 @@ from sparse_mla.errors import SlotRangeError
 from sparse_mla.formats import INDEX_FP4, INDEX_FP8, RecordFormat, decode, encode, encode_query
 from sparse_mla.kernels import launch, selection, weighted_scores
 from sparse_mla.kernels.softmax_pool import softmax_pool_kernel
+from sparse_mla.ops.candidate_blocks import candidate_blocks
 from sparse_mla.ops.index_logits import PagedKeys, index_logits
 from sparse_mla.ops.softmax_pool import softmax_pool
 from sparse_mla.ops.topk import topk
@@ -44,13 +45,50 @@ def _generator(seed: int = 0) -> torch.Generator:
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 127, 128, 129, 32768, 32769, 65535, 65536, 70000)
 
 
-@pytest.mark.parametrize("n", [*SIZES, pytest.param(524288, marks=pytest.mark.full)])
+@pytest.mark.parametrize("n", SIZES)
 def test_topk_of_any_length_with_ties_across_the_boundary(n: int) -> None:
     """Five values only, so hundreds of columns are equal at the k-th place, over partitions, blocks and segments."""
     logits = (torch.randn(2, n, generator=_generator(n)) * 2).round().clamp(0, 4).bfloat16()
     logits[0, n // 2 :] = 4.0  # all ties in the second half
     for k in (1, 64, 512):
         assert torch.equal(topk(logits, k, backend="simulated"), topk(logits, k, backend="reference")), k
+
+
+def _by_the_rule(values: torch.Tensor, k: int) -> torch.Tensor:
+    """Columns of the k largest values, the lower column first among equal ones, ascending."""
+    threshold = values.sort(descending=True).values[k - 1]
+    above, equal = (values > threshold).nonzero()[:, 0], (values == threshold).nonzero()[:, 0]
+    assert len(above) < k < len(above) + len(equal), "no tie at the k-th place"
+    return torch.cat((above, equal[: k - len(above)])).sort().values.int()
+
+
+LONG = 524288  # columns: the longest context of V4.1 at ratio 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("k", [512, 2048])
+def test_topk_of_half_a_million_columns(k: int) -> None:
+    """The k-th place falls among equal values that lie in many segments; a bound inside the row moves it."""
+    logits = (torch.randn(1, LONG, generator=_generator(k)) * 16).round().bfloat16() / 16
+    found = topk(logits, k, backend="simulated")
+    assert torch.equal(found[0], _by_the_rule(logits[0].float(), k))
+    end = torch.tensor([LONG - 77777], dtype=torch.int32)
+    found = topk(logits, k, end=end, backend="simulated")
+    assert torch.equal(found[0], _by_the_rule(logits[0, : int(end)].float(), k))
+
+
+@pytest.mark.full
+def test_candidate_blocks_of_a_long_context() -> None:
+    """65,536 blocks, the best 2,048 by their maxima; the last valid one always, ties to the lower block."""
+    size, k = 8, 2048
+    logits = (torch.randn(2, LONG, generator=_generator(3)) * 16).round().bfloat16() / 16
+    lengths = torch.tensor([LONG - 5, 300001], dtype=torch.int32)
+    found = candidate_blocks(logits, lengths, block_size=size, topk_blocks=k, backend="simulated")
+    for row, length in enumerate(lengths.tolist()):
+        valid = torch.where(torch.arange(LONG) < length, logits[row].float(), -torch.inf)
+        best = valid.reshape(-1, size).amax(dim=1)
+        best[(length - 1) // size] = torch.inf
+        assert torch.equal(found[row], _by_the_rule(best, k)), row
 
 
 @pytest.mark.parametrize("dtype_bits", ["every bfloat16"])
