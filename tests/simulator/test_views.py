@@ -177,7 +177,7 @@ def test_a_pattern_behind_the_end_is_an_error_of_the_instruction_that_uses_it() 
     x = numbered((8, 12), np.float32)
     assert (launch(kernel, x, "nothing").value == x[:, 4:8]).all()
     assert (launch(kernel, x, "slice").value == x[:, 8:]).all()
-    with pytest.raises(KernelError, match=r"tensor_copy: src: the pattern reaches partition 8 of 8 and element 3 of 12"):
+    with pytest.raises(KernelError, match=r"tensor_copy: src: the pattern reaches partition 8 of 8 and"):
         launch(kernel, x, "engine")
     with pytest.raises(KernelError, match=r"dma_copy: src: the pattern reaches element 99 of 96"):
         launch(kernel, x, "dma")

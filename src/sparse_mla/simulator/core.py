@@ -524,8 +524,7 @@ class Machine:
     def narrow(self, t: NkiTensor, out: Array, values: Array) -> None:
         """fp8 results: whether hardware saturates or gives inf is not documented."""
         dtypes.cast_into(out, values, t.dtype)
-        finite = np.isfinite(values)
-        if not np.isfinite(dtypes.to_f32(out, t.dtype))[finite].all():
+        if dtypes.overflowed(out, values, t.dtype):
             self.warn(
                 29,
                 f"dst {t.brief()}: a finite value overflows {t.dtype}; clamp first (saturate or inf is not documented)",

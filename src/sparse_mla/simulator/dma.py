@@ -158,8 +158,7 @@ def convert(m: Machine, values: Array, src: dtypes.DType, dst: dtypes.DType) -> 
     out = np.empty(values.shape, dst.np)
     wide = dtypes.to_f32(values, src)
     dtypes.cast_into(out, wide, dst)
-    narrow = m.checks and dst.is_float and dst.itemsize == 1
-    if narrow and not np.isfinite(dtypes.to_f32(out, dst))[np.isfinite(wide)].all():
+    if m.checks and dst.lut is not None and dtypes.overflowed(out, wide, dst):
         m.warn(29, f"a DMA cast overflows {dst}; clamp first (saturate or inf is not documented)")
     return out
 

@@ -8,6 +8,7 @@ round to nearest even and saturate; `bool_` is one byte.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import ml_dtypes
@@ -29,6 +30,7 @@ class DType(str):
     is_int: bool
     is_packed: bool
     lut: Array | None  # float32 value of each code, for one-byte floats
+    largest: float  # largest finite value of a one-byte float
 
     @property
     def is_bool(self) -> bool:
@@ -42,10 +44,11 @@ def _dtype(name: str, numpy_type: Any, *, is_float: bool = False, is_packed: boo
     made.is_float = is_float
     made.is_packed = is_packed
     made.is_int = not is_float and not is_packed and name != "bool"
-    made.lut = None
+    made.lut, made.largest = None, 0.0
     if is_float and made.itemsize == 1:
         with np.errstate(all="ignore"):
             made.lut = np.arange(256, dtype=np.uint8).view(made.np).astype(np.float32)
+        made.largest = float(made.lut[np.isfinite(made.lut)].max())
     return made
 
 
@@ -105,10 +108,50 @@ def to_f32(array: Array, dtype: DType) -> Array:
     if dtype is float32:
         return array
     if dtype.lut is not None:
-        return np.asarray(dtype.lut.take(array.view(np.uint8)))  # five times faster than indexing, which checks bounds
+        # `take` is twice as fast as indexing, and by pairs of codes it is faster once more
+        if array.flags.c_contiguous and array.size >= _PAIRED and array.shape[-1] % 2 == 0:
+            return _pairs(dtype).take(array.view(np.uint16)).view(np.float32)
+        return np.asarray(dtype.lut.take(array.view(np.uint8)))
     if dtype is tfloat32:
         return round_tf32(array)
     return array.astype(np.float32)
+
+
+_SMALL = 2048  # elements up to which one cast is faster than five passes
+_PAIRED = 1 << 14  # elements from which the table of pairs, half a megabyte, is worth its place in the cache
+
+
+@functools.cache
+def _pairs(dtype: DType) -> Array:
+    """The two float32 values of each pair of codes of a one-byte float, as one 8-byte word."""
+    return np.asarray(dtype.lut).take(np.arange(1 << 16, dtype=np.uint16).view(np.uint8)).view(np.uint64)
+
+
+@functools.cache
+def _codes(dtype: DType) -> Array:
+    """The one-byte float code of each bfloat16 pattern."""
+    with np.errstate(all="ignore"):
+        patterns = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+        return np.asarray(patterns.astype(np.float32).astype(dtype.np)).view(np.uint8)
+
+
+def codes_of(values: Array, dtype: DType) -> Array:
+    """float32 as the codes of a one-byte float, six times faster than the cast of `ml_dtypes`.
+
+    The upper 16 bits of a float32, the last one set when any lower bit was (rounding to odd), are enough digits to
+    round to 3 mantissa bits exactly: a table of all 2^16 patterns does the rest.
+    """
+    bits = values.view(np.uint32)
+    upper = (bits >> np.uint32(16)).astype(np.uint16)
+    upper |= bits.astype(np.uint16) != 0
+    return _codes(dtype).take(upper)
+
+
+def overflowed(out: Array, values: Array, dtype: DType) -> bool:
+    """True when a finite float32 value became infinite or NaN in `out`, whose elements are a one-byte float."""
+    if values.size == 0 or max(float(values.max()), -float(values.min())) <= dtype.largest:
+        return False  # NaN compares false and goes on
+    return not bool(np.isfinite(to_f32(out, dtype))[np.isfinite(values)].all())
 
 
 def round_tf32(array: Array) -> Array:
@@ -125,6 +168,8 @@ def cast_into(out: Array, values: Array, dtype: DType) -> None:
             values = round_tf32(np.asarray(values, np.float32))
         if out.dtype == values.dtype:
             out[...] = values
+        elif dtype.lut is not None and values.dtype == np.float32 and values.size > _SMALL:
+            out.view(np.uint8)[...] = codes_of(values, dtype)
         else:
             with np.errstate(over="ignore", invalid="ignore"):
                 np.copyto(out, values, casting="unsafe")
