@@ -5,6 +5,8 @@
 //     native_driver test [target]           every case on every target present (or the one named); exit status 1 on a failure
 //     native_driver corpus <file>...        every file's bytes as records, slots, lengths and logits, on every target present
 //     native_driver bench <target> <threads> <heads> <rows> <fp8 keys> <fp4 keys> <MiB of cache>
+//     native_driver verify <the same> <percent>    rows of one sequence that share so many keys with the one before, against the same
+//                                                  rows as sequences of their own
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -91,6 +93,7 @@ struct Case {
     int page;
     bool planar, lengths, sink, out_float;
     int empty_percent;
+    bool shares = false;  // its rows overlap, and so decode little more than half of what they list
 };
 
 struct Cache {
@@ -139,10 +142,17 @@ void run_case(const Operators& ops, const char* target, const Case& c) {
     std::vector<int32_t> indices[2], lengths[2];
     AttentionParams p{};
     for (int n = 0; n < num_scopes; ++n) {
-        const int pages = 40 / c.page + 3;
+        const int pages = (c.shares ? 4 * c.topk[n] : 40) / c.page + 3;
         fill_cache(random, c.kind[n], c.page, pages, c.planar && c.kind[n] != RecordKind::BF16, &caches[n]);
         indices[n].resize(size_t(c.b) * c.s_q * c.topk[n]);
         for (auto& slot : indices[n]) slot = random.below(100) < c.empty_percent ? -1 : int32_t(random.below(caches[n].scope.num_slots));
+        // Rows of a batch element overlap: each moves the list of the one before on by one and changes every seventh key.
+        for (int64_t row = 1; row < int64_t(c.b) * c.s_q; ++row) {
+            if (row % c.s_q == 0) continue;
+            int32_t *list = indices[n].data() + row * c.topk[n], *before = list - c.topk[n];
+            for (int k = 0; k + 1 < c.topk[n]; ++k)
+                if (random.below(7)) list[k] = before[k + 1];
+        }
         AttentionScope& s = caches[n].scope;
         s.indices = indices[n].data();
         s.index_stride_s = c.topk[n];
@@ -204,20 +214,31 @@ void run_case(const Operators& ops, const char* target, const Case& c) {
         }
     }
 
+    // The same rows as batch elements of their own, which share nothing; then as they are, on any number of threads.
+    AttentionParams apart = p;
+    apart.b = rows, apart.s_q = 1, apart.q_stride_b = p.q_stride_s;
+    std::vector<int32_t> row_lengths[2];
+    for (int n = 0; n < num_scopes; ++n) {
+        apart.scopes[n].index_stride_b = c.topk[n];
+        for (int64_t row = 0; row < rows && c.lengths; ++row) row_lengths[n].push_back(lengths[n][row / c.s_q]);
+        if (c.lengths) apart.scopes[n].topk_length = row_lengths[n].data();
+    }
+    int64_t decoded_apart = 0;
     std::vector<uint8_t> first;
     std::vector<float> first_lse;
-    for (int threads : {1, 2, 3, 8}) {
+    for (int threads : {0, 1, 2, 3, 8}) {
         const size_t width = c.out_float ? 4 : 2;
         std::vector<uint8_t> out(want.size() * width, 0xff);
         std::vector<float> lse(want_lse.size(), NAN), peaks(want_lse.size(), NAN);
-        p.out = out.data();
-        p.lse = lse.data();
-        p.max_logits = peaks.data();
-        p.plan = {threads, 0, nullptr};
-        AttentionParams copy = p;
+        AttentionParams copy = threads == 0 ? apart : p;
+        copy.plan = {threads == 0 ? 1 : threads, 0, nullptr};
+        copy.out = out.data(), copy.lse = lse.data(), copy.max_logits = peaks.data();
         const Status status = ops.sparse_decode(copy);
         expect(status == Status::OK, target, c.name, double(status), 0);
-        if (threads > 1) {
+        if (threads == 0) decoded_apart = copy.decoded;
+        if (threads == 1 && c.shares) expect(copy.decoded < 0.6 * double(decoded_apart), target, c.name, copy.decoded, 0.6 * double(decoded_apart));
+        if (threads == 1 && !c.shares && c.h_q > 8) expect(copy.decoded >= decoded_apart, target, c.name, copy.decoded, decoded_apart);
+        if (threads > 0) {
             expect(out == first, target, c.name, threads, 1);
             expect(std::memcmp(lse.data(), first_lse.data(), lse.size() * 4) == 0, target, c.name, threads, 1);
             continue;
@@ -318,6 +339,11 @@ const Case CASES[] = {
     {"six heads", 1, 1, 6, {FP8, FP4}, {40, 31}, 16, true, false, true, false, 10},
     {"seven heads", 1, 1, 7, {FP8, FP4}, {40, 31}, 16, true, false, true, false, 10},
     {"eight heads", 3, 2, 8, {FP8, FP4}, {128, 300}, 64, true, true, true, false, 15},
+    {"six rows, one head", 1, 6, 1, {FP8, FP4}, {128, 512}, 64, false, false, true, false, 0, true},
+    {"six rows, three heads", 2, 6, 3, {FP8, BF16}, {128, 70}, 16, true, true, false, true, 0, true},
+    {"six rows, five heads", 1, 6, 5, {FP8, FP4}, {128, 512}, 64, true, false, true, false, 3, true},
+    {"twenty-one rows, eight heads", 1, 21, 8, {FP8, FP4}, {128, 300}, 64, false, false, true, false, 0, true},
+    {"six rows, sixteen heads", 1, 6, 16, {FP8, FP4}, {64, 200}, 64, false, false, true, false, 0},
     {"twelve heads", 1, 1, 12, {FP8, BF16}, {100, 801}, 3, false, false, true, true, 0},
     {"sixteen heads", 1, 5, 16, {FP8, FP4}, {128, 512}, 64, false, false, true, false, 3},
     {"seventeen heads", 2, 1, 17, {FP8, FP4}, {61, 0}, 64, false, false, true, false, 3},
@@ -326,14 +352,30 @@ const Case CASES[] = {
     {"a hundred and forty heads", 1, 1, 140, {FP8, FP4}, {12, 130}, 64, false, false, true, true, 9},
 };
 
-void bench(const Operators& ops, int threads, int heads, int rows, int topk8, int topk4, int mib) {
+// A list for each of `rows` rows, ascending: every next one takes (100 - percent) % of its keys anew, or, for consecutive slots,
+// moves on by one.
+void fill_overlapping(Random& random, int rows, int topk, int64_t slots, int percent, bool window, int32_t* indices) {
+    std::vector<int32_t> list(static_cast<size_t>(topk));
+    const int32_t start = int32_t(random.below(slots - topk - rows));
+    for (int row = 0; row < rows; ++row) {
+        for (int k = 0; k < topk; ++k) {
+            if (window) list[k] = start + row + k;
+            else if (row == 0 || random.below(100) >= percent) list[k] = int32_t(random.below(slots));
+        }
+        std::sort(list.begin(), list.end());
+        std::copy(list.begin(), list.end(), indices + int64_t(row) * topk);
+    }
+}
+
+// percent < 0: rows of different sequences. Otherwise the rows of one, timed against the same rows as if of different ones.
+void bench(const Operators& ops, int threads, int heads, int rows, int topk8, int topk4, int mib, int percent) {
     Random random{1};
     AttentionParams p{};
     const int topk[2] = {topk8, topk4};
     const RecordKind kind[2] = {FP8, FP4};
     std::vector<std::vector<uint8_t>> bytes(2);
     std::vector<std::vector<int32_t>> indices(2);
-    const int lists = 16;
+    const int lists = percent < 0 ? 16 : 128;  // more than a last-level cache holds, though most of their keys repeat
     for (int n = 0; n < 2; ++n) {
         const int record = RECORD_FORMATS[int(kind[n])].record_bytes(), data = RECORD_FORMATS[int(kind[n])].data_bytes;
         if (!topk[n]) continue;
@@ -350,6 +392,8 @@ void bench(const Operators& ops, int threads, int heads, int rows, int topk8, in
         }
         indices[n].resize(size_t(lists) * rows * topk[n]);
         for (auto& slot : indices[n]) slot = int32_t(random.below(slots));
+        for (int i = 0; i < lists && percent >= 0; ++i)
+            fill_overlapping(random, rows, topk[n], slots, percent, n == 0, indices[n].data() + int64_t(i) * rows * topk[n]);
         s = {bytes[n].data(), kind[n], 64, 64 * record, record, data, record, slots, indices[n].data(), topk[n], topk[n], topk[n], nullptr};
     }
     std::vector<uint16_t> q(size_t(rows) * heads * 512), out(q.size());
@@ -369,7 +413,7 @@ void bench(const Operators& ops, int threads, int heads, int rows, int topk8, in
         return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
     };
     const auto seconds = [&](double from) { return now() - from; };
-    std::vector<double> times, peaks;
+    std::vector<double> times, peaks, alone, ratios;
     const double deadline = 1.0;
     const double start = now();
     for (int i = 0; seconds(start) < deadline || i < 20; ++i) {
@@ -380,9 +424,31 @@ void bench(const Operators& ops, int threads, int heads, int rows, int topk8, in
         }
         AttentionParams call = p;
         for (int n = 0; n < p.num_scopes; ++n) call.scopes[n].indices += int64_t(i % lists) * rows * p.scopes[n].topk;
+        if (percent >= 0) {
+            // Both read the same records: whoever comes first brings them to the cache, so they take turns.
+            for (int turn = 0; turn < 2; ++turn) {
+                const bool together = (turn + i + i / lists) % 2 == 0;
+                AttentionParams each = call;
+                if (together) each.s_q = each.b, each.b = 1;
+                const double t = now();
+                ops.sparse_decode(each);
+                (together ? times : alone).push_back(seconds(t));
+            }
+            ratios.push_back(alone.back() / times.back());
+            continue;
+        }
         const double t = now();
         ops.sparse_decode(call);
         times.push_back(seconds(t));
+    }
+    if (percent >= 0) {
+        std::sort(alone.begin(), alone.end());
+        std::sort(ratios.begin(), ratios.end());
+        std::sort(times.begin(), times.end());
+        std::printf("h=%d, %d rows, %d %% of the keys shared, %d MiB, %d threads: together %.1f us a row (best %.1f), alone %.1f (best %.1f), ratio %.3f (of medians %.3f)\n",
+                    heads, rows, percent, mib, threads, times[times.size() / 2] * 1e6 / rows, times[0] * 1e6 / rows,
+                    alone[alone.size() / 2] * 1e6 / rows, alone[0] * 1e6 / rows, ratios[ratios.size() / 2], alone[alone.size() / 2] / times[times.size() / 2]);
+        return;
     }
     std::sort(times.begin(), times.end());
     std::sort(peaks.begin(), peaks.end());
@@ -476,9 +542,9 @@ int main(int argc, char** argv) {
             continue;
         }
         const Operators& ops = *operators_of(TargetId(t));
-        if (mode == "bench") {
+        if (mode == "bench" || mode == "verify") {
             const auto arg = [&](int i, int fallback) { return argc > i ? std::atoi(argv[i]) : fallback; };
-            bench(ops, arg(3, 1), arg(4, 64), arg(5, 8), arg(6, 128), arg(7, 512), arg(8, 512));
+            bench(ops, arg(3, 1), arg(4, 64), arg(5, 8), arg(6, 128), arg(7, 512), arg(8, 512), mode == "verify" ? arg(9, 80) : -1);
             continue;
         }
         test_decode(ops, name);

@@ -44,6 +44,7 @@ struct AttentionParams {
     float* max_logits;        // [b, s_q, h_q] contiguous or nullptr: scaled, -inf for an empty row
     Plan plan;                // scratch_bytes is filled by the operator
     TargetId ran;             // filled by the operator: the target whose code this was
+    int64_t decoded;          // filled by the operator: records decoded, fewer than listed where rows share them
 };
 
 // Whether a slot inside its length is neither -1 nor below num_slots, or a length is negative. Only whether: the caller words it.

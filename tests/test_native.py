@@ -208,19 +208,25 @@ def test_batch_composition_moves_no_bit(h_q: int, threads: Any) -> None:
             assert same_bits(row_lse[0, :, 0], lse[i, :, j])
 
 
-def test_rows_that_share_records_get_the_bits_they_get_alone() -> None:
-    # Six verify rows of one sequence: windows one token apart, compressed lists that overlap.
-    call = make_call(6, 1, 4)
-    window = torch.stack([torch.arange(128, dtype=torch.int32) + i for i in range(6)])[:, None]
-    common = torch.randperm(1280)[:540].to(torch.int32)
-    lists = torch.stack([common[i * 5 : i * 5 + 512] for i in range(6)])[:, None].contiguous()
+@pytest.mark.parametrize("h_q", [1, 3, 8, 9])
+def test_rows_that_share_records_get_the_bits_they_get_alone(h_q: int, threads: Any) -> None:
+    # Six verify rows of one sequence: windows one token apart, compressed lists that overlap. Up to eight heads they
+    # decode a shared record once; the driver counts how many they decode.
+    call = make_call(1, 6, h_q)
+    window = torch.stack([torch.arange(128, dtype=torch.int32) + i for i in range(6)])[None]
+    common = torch.randperm(1280)[:540].sort().values.to(torch.int32)
+    lists = torch.stack([common[i * 5 : i * 5 + 512] for i in range(6)])[None].contiguous()
     call["scopes"] = [KVScope(call["scopes"][0].cache, window), KVScope(call["scopes"][1].cache, lists)]
-    out, lse = run(call)
+    alone = []
     for i in range(6):
-        scopes = [KVScope(s.cache, s.indices[i : i + 1]) for s in call["scopes"]]
-        row_out, row_lse = run(call, q=call["q"][i : i + 1], scopes=scopes)
-        assert same_bits(row_out[0], out[i])
-        assert same_bits(row_lse[0], lse[i])
+        scopes = [KVScope(s.cache, s.indices[:, i : i + 1].contiguous()) for s in call["scopes"]]
+        alone.append(run(call, q=call["q"][:, i : i + 1].contiguous(), scopes=scopes))
+    for count in (1, 2, 3):
+        threads(count)
+        out, lse = run(call)
+        for i, (row_out, row_lse) in enumerate(alone):
+            assert same_bits(row_out[0, 0], out[0, i]), (count, i)
+            assert same_bits(row_lse[0, :, 0], lse[0, :, i]), (count, i)
 
 
 def test_several_python_threads_call_at_once(threads: Any) -> None:

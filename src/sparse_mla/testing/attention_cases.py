@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +35,7 @@ __all__ = [
 SOFTMAX_SCALE = HEAD_DIM**-0.55
 KEY_SCALE = 0.1
 FAR_SLOT = 2**31 - 1  # a stale entry behind topk_length
+SELECTION_KEPT = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +46,9 @@ class Scope:
     topk: int = 128
     empty: float = 0.1  # share of -1, anywhere in the list
     length: str = "none"  # none | random | zero | full | beyond | some_zero
-    order: str = (
-        "random"  # random | dense: slots 0, 1, 2, ... | duplicates | window: consecutive slots at a random place
-    )
+    # random | dense: slots 0, 1, 2, ... | duplicates | window: consecutive slots, one further each row
+    # | selection: ascending, as selected by consecutive tokens: each row keeps SELECTION_KEPT of the one before
+    order: str = "random"
     tail: str = "slots"  # what lies behind the length: slots | wild: far outside the cache
 
 
@@ -113,6 +114,13 @@ def make_lists(scope: Scope, b: int, s_q: int, generator: torch.Generator) -> to
         start = torch.randint(0, num_slots - scope.topk - s_q + 1, (b, 1, 1), generator=generator)
         row = torch.arange(s_q)[None, :, None]
         return (start + row + torch.arange(scope.topk)).to(torch.int32)
+    if scope.order == "selection":
+        rows = [torch.randint(0, num_slots, (b, 1, scope.topk), generator=generator)]
+        for _ in range(1, s_q):
+            fresh = torch.randint(0, num_slots, rows[0].shape, generator=generator)
+            kept = torch.rand(rows[0].shape, generator=generator) < SELECTION_KEPT
+            rows.append(torch.where(kept, rows[-1], fresh))
+        return torch.cat(rows, dim=1).sort(dim=-1).values.to(torch.int32)
     spread = num_slots if scope.order == "random" else max(1, min(num_slots, scope.topk // 8))
     indices = torch.randint(0, spread, shape, generator=generator, dtype=torch.int32)
     if scope.empty > 0:
@@ -446,6 +454,10 @@ def _named() -> Iterator[DecodeCase]:
         yield DecodeCase(
             name=name, tags=production + tags, b=b, s_q=s_q, h_q=h_q, scopes=(window, compressed), sink="finite"
         )
+    selection = Scope(pages=Pages(format=fp4, page_size=64, num_pages=64), topk=192, empty=0.0, order="selection")
+    for h_q, s_q, length in ((1, 6, "none"), (3, 2, "random"), (8, 6, "none"), (5, 11, "none")):
+        yield DecodeCase(name=f"verify-s{s_q}-h{h_q}", tags=production, s_q=s_q, h_q=h_q, sink="finite",
+                         scopes=(window, replace(selection, length=length)))  # fmt: skip
     eight = (_scope(fp8, 134, 640, empty=0.0),)
     yield DecodeCase(name="v41-640-fp8", tags=production, b=2, h_q=64, scopes=eight, sink="finite")
 

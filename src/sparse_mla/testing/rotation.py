@@ -14,7 +14,7 @@ import torch
 from ..caches import KVScope
 from ..formats import HEAD_DIM, INDEX_DIM, RecordFormat, encode, encode_query
 from ..ops.index_logits import PagedKeys
-from .attention_cases import KEY_SCALE, SOFTMAX_SCALE, DecodeCase, make_sink
+from .attention_cases import KEY_SCALE, SOFTMAX_SCALE, DecodeCase, make_lists, make_sink
 from .case import Case, Problem, clamped_randn
 from .index_cases import IndexLogitsCase, IndexTopkCase
 from .pages import Pages
@@ -83,15 +83,8 @@ def _decode(case: DecodeCase, footprint_bytes: int, count: int) -> list[Problem]
     for _ in range(count):
         scopes = []
         for scope, pages, pool in zip(case.scopes, sized, pools, strict=True):
-            shape = (case.b, case.s_q, scope.topk)
-            if scope.order == "window":
-                start = torch.randint(0, pages.num_slots - scope.topk - case.s_q + 1, (case.b, 1, 1), generator=g)
-                slots = start + torch.arange(case.s_q)[None, :, None] + torch.arange(scope.topk)
-            elif scope.order == "dense":
-                slots = torch.arange(scope.topk).expand(shape)
-            else:
-                slots = torch.randint(0, pages.num_slots, shape, generator=g)
-            scopes.append(KVScope(pages.cache(pool), slots.to(torch.int32).contiguous()))
+            slots = make_lists(replace(scope, pages=pages, empty=0.0), case.b, case.s_q, g)
+            scopes.append(KVScope(pages.cache(pool), slots))
         arguments: dict[str, Any] = {
             "q": q,
             "scopes": scopes,
