@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import enum
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -267,6 +268,26 @@ class Suite:
         if row["state"] == "too slow":
             return bool(row.get("limit", 0.0) >= self.limit)
         return row["state"] != "not run"
+
+    def pytest_sessionstart(self) -> None:
+        """Keep the combinations that the library draws for its pairwise tests: it takes two minutes for all of them."""
+        from test.utils import coverage_parametrized_tests as coverage
+
+        draw, kept = coverage._create_all_pairs, self.path.with_suffix(".pairs")
+        known = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+
+        def pairs(values: list[list[Any]], accept: Any) -> list[Any]:
+            inner = [cell.cell_contents for cell in getattr(accept, "__closure__", None) or ()]
+            rule = [f"{f.__module__}.{f.__qualname__}" for f in inner if isinstance(f, types.FunctionType)]
+            rule += [str(f) for f in inner if isinstance(f, enum.Enum)]
+            key = f"{zlib.crc32(repr((values, rule)).encode()):08x} {' '.join(rule)}"
+            if key not in known:
+                places = [{id(value): i for i, value in enumerate(each)} for each in values]
+                known[key] = [[at[id(x)] for at, x in zip(places, row, strict=True)] for row in draw(values, accept)]
+                kept.write_text(json.dumps(known), encoding="utf-8")
+            return [[v[i] for v, i in zip(values, row, strict=True)] for row in known[key]]
+
+        coverage._create_all_pairs = pairs
 
     @hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self) -> None:
