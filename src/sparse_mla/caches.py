@@ -37,6 +37,7 @@ from .formats import (
     decode,
     width_hint,
 )
+from .memory import with_huge_pages
 
 __all__ = [
     "LAYOUTS",
@@ -611,7 +612,7 @@ def allocate(
     stride = page_bytes if block_stride is None else block_stride
     if stride < page_bytes:
         raise ArgumentError(f"allocate: block_stride must be at least the {page_bytes} bytes of a page, got {stride}.")
-    pool = torch.zeros((num_blocks, stride), dtype=torch.uint8, device=device)
+    pool = with_huge_pages(torch.zeros((num_blocks, stride), dtype=torch.uint8, device=device))
     data = pool[:, :page_bytes].view(num_blocks, page_size, 1, fmt.record_bytes)
     return PagedCache(data, fmt, page_size, layout=layout, e4m3_max=e4m3_max)
 
@@ -707,7 +708,7 @@ class PoolLayout:
 
     def allocate(self, num_blocks: int, *, device: torch.device | str = "cpu") -> Tensor:
         """A pool [num_blocks, block_stride] of zero bytes."""
-        return torch.zeros((num_blocks, self.block_stride), dtype=torch.uint8, device=device)
+        return with_huge_pages(torch.zeros((num_blocks, self.block_stride), dtype=torch.uint8, device=device))
 
 
 def carve_regions(

@@ -25,6 +25,7 @@ import torch
 from ..caches import PagedCache, PoolLayout, Region, align, carve_regions, ceil_div
 from ..errors import ArgumentError, PoolFullError, ShapeError, SlotRangeError, StateError
 from ..formats import INDEX_FP4, V41_FP4, V41_FP8, RecordFormat, by_name
+from ..memory import with_huge_pages
 from ..ops.compress import CompressorState
 from .config import BLOCK_TOKENS, HEAD_DIM, V41Config
 from .topology import LayerTopology
@@ -139,7 +140,7 @@ class KVPool:
             regions += [Region(f"index.{source}", index, page), Region(f"main.{source}", main, page)]
         self._layout = PoolLayout(regions, BLOCK_TOKENS) if regions else None
         self.block_bytes = self._layout.block_stride if self._layout else 0
-        self.data = torch.zeros(num_blocks, self.block_bytes, dtype=torch.uint8, device=self.device)
+        self.data = with_huge_pages(torch.zeros(num_blocks, self.block_bytes, dtype=torch.uint8, device=self.device))
         self._regions = carve_regions(self.data, self._layout, e4m3_max=e4m3_max) if self._layout else {}
 
     def _allocate_slots(
@@ -147,7 +148,7 @@ class KVPool:
     ) -> None:
         per_layer = align(self.ring * window.record_bytes, SLOT_ALIGN_BYTES)
         stride = per_layer * len(self.layers)
-        self.rings = torch.zeros(num_sequences, stride, dtype=torch.uint8, device=self.device)
+        self.rings = with_huge_pages(torch.zeros(num_sequences, stride, dtype=torch.uint8, device=self.device))
         self._windows = {
             layer: PagedCache(self.rings, window, self.ring, e4m3_max=e4m3_max, region_offset=number * per_layer)
             for number, layer in enumerate(self.layers)

@@ -23,6 +23,7 @@ from ..caches import KVScope, PagedCache
 from ..dispatch import WITHIN_2X_BF16, Limits, opaque
 from ..errors import ArgumentError, BackendUnavailableError, SparseMlaError
 from ..formats import FORMATS
+from ..memory import with_huge_pages
 from ..ops.merge_partials import MERGE_PARTIALS, MergePartialsCall, fake_merge
 from ..ops.merge_partials import SCHEMA as MERGE_SCHEMA
 from ..ops.sparse_decode import SCHEMA as DECODE_SCHEMA
@@ -278,7 +279,7 @@ def _sparse_prefill(
     row_bytes = kv.stride(0) * kv.element_size()
     layout = (_native.BF16_ROW, 1, row_bytes, row_bytes, 0, 0, kv.shape[0])
     lists = (indices.data_ptr(), indices.stride(0), 0, indices.shape[2], _address(length))
-    out = torch.empty((s_q, h_q, d), dtype=out_dtype)
+    out = with_huge_pages(torch.empty((s_q, h_q, d), dtype=out_dtype))
     max_logits = torch.empty((s_q, h_q), dtype=torch.float32)
     lse = torch.empty((s_q, h_q), dtype=torch.float32)
     target, threads = _plan()
@@ -317,7 +318,7 @@ def _merge_partials(
     parts = [out.contiguous() for out in outs]
     weights = [lse.contiguous() for lse in lses]
     sink = _flat(attn_sink)
-    out = torch.empty((n, h, d), dtype=out_dtype)
+    out = with_huge_pages(torch.empty((n, h, d), dtype=out_dtype))
     lse = torch.empty((n, h), dtype=torch.float32)
     target, threads = _plan()
     _native.merge_partials(

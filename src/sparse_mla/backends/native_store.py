@@ -12,6 +12,7 @@ from ..caches import PagedCache, check_slots
 from ..dispatch import EXACT, Limits, Tolerance, opaque
 from ..errors import SparseMlaError
 from ..formats import ON_NONFINITE, encode
+from ..memory import with_huge_pages
 from ..ops.compress import COMPRESS, CompressCall, check_decode_step, fake_compress, prefill_plan
 from ..ops.compress import SCHEMA as COMPRESS_SCHEMA
 from ..ops.load_records import LOAD_DTYPES, LOAD_RECORDS, LoadRecordsCall, fake_load
@@ -83,7 +84,7 @@ def _load_records(
     memory_limit: int,
 ) -> torch.Tensor:
     flat = slots.reshape(-1).contiguous()
-    out = torch.empty((*slots.shape, elements), dtype=out_dtype)
+    out = with_huge_pages(torch.empty((*slots.shape, elements), dtype=out_dtype))
     target, threads = _plan()
     done = _native.load_records(
         target,
@@ -104,7 +105,7 @@ def _load_records(
 def _softmax_pool(score: torch.Tensor, latent: torch.Tensor, out_dtype: torch.dtype, memory_limit: int) -> torch.Tensor:
     n, ratio, dim = score.shape
     score, latent = _rows(score), _rows(latent)
-    out = torch.empty((n, dim), dtype=out_dtype)
+    out = with_huge_pages(torch.empty((n, dim), dtype=out_dtype))
     target, threads = _plan()
     fields = (
         score.data_ptr(),
@@ -138,7 +139,7 @@ def _compress(
     score, latent = _rows(score), _rows(latent)
     slots, lens = state_slots.to(torch.int64).contiguous(), context_lens.to(torch.int64).contiguous()
     cu = None if cu_seqlens_q is None else cu_seqlens_q.to(torch.int64).contiguous()
-    rows = torch.empty((num_out, dim), dtype=out_dtype)
+    rows = with_huge_pages(torch.empty((num_out, dim), dtype=out_dtype))
     closes = torch.empty(num_out, dtype=torch.bool)
     positions = torch.empty(num_out, dtype=torch.int32)
     owners = torch.empty(num_out, dtype=torch.int32)
@@ -181,7 +182,7 @@ def _rope(
 ) -> torch.Tensor:
     n, h, d = x.shape
     x, positions, table = _rows(x), positions.contiguous(), _rows(table)
-    out = torch.empty((n, h, d), dtype=x.dtype)
+    out = with_huge_pages(torch.empty((n, h, d), dtype=x.dtype))
     target, threads = _plan()
     fields = (
         x.data_ptr(),

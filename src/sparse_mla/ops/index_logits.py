@@ -34,6 +34,7 @@ from ..formats import (
     decode_query,
     split_record,
 )
+from ..memory import with_huge_pages
 from .candidate_blocks import BLOCK_SIZES, check_candidates
 from .sparse_decode import checks_on, config_memory_limit
 from .validation import choice, memory_limit_bytes, same_device, shape_text, tensor
@@ -458,7 +459,7 @@ def empty_logits(q: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -
     columns."""
     align = LOGITS_ROW_ALIGN_BYTES // dtype.itemsize
     stride = (max(columns, 1) + align - 1) // align * align
-    return q.new_empty((rows, stride), dtype=dtype)[:, :columns]
+    return with_huge_pages(q.new_empty((rows, stride), dtype=dtype))[:, :columns]
 
 
 # --- reference: the scorer -------------------------------------------------------------------------------------------

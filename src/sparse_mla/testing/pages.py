@@ -14,6 +14,7 @@ import torch
 
 from ..caches import PagedCache
 from ..formats import V41_FP8, RecordFormat
+from ..memory import with_huge_pages
 
 __all__ = ["Pages"]
 
@@ -45,7 +46,8 @@ class Pages:
 
     def empty(self, fill: int) -> torch.Tensor:
         """The pool's bytes, [region_offset + num_pages * block_stride]."""
-        return torch.full((self.region_offset + self.num_pages * self.block_stride,), fill, dtype=torch.uint8)
+        count = self.region_offset + self.num_pages * self.block_stride
+        return with_huge_pages(torch.empty(count, dtype=torch.uint8)).fill_(fill)
 
     def _section(self, pool: torch.Tensor, start: int, width: int, stride: int) -> torch.Tensor:
         """[num_pages, page_size, width] view of the bytes at `start` of each block, `stride` apart within it."""

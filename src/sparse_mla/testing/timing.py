@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ..dispatch import backend_module, presence
+from ..memory import with_huge_pages
 
 __all__ = [
     "Roof",
@@ -137,8 +138,8 @@ def peak_roof(threads: int) -> Roof | None:
 
 @lru_cache(maxsize=1)
 def _stream() -> tuple[torch.Tensor, torch.Tensor]:
-    source = torch.ones(STREAM_BYTES // 4, dtype=torch.float32)
-    return source, torch.empty_like(source)
+    source = with_huge_pages(torch.empty(STREAM_BYTES // 4, dtype=torch.float32)).fill_(1)
+    return source, with_huge_pages(torch.empty_like(source)).fill_(0)
 
 
 def stream_roof(*, copy: bool) -> Roof:
@@ -154,7 +155,8 @@ def gather_roof(record_bytes: int, footprint_bytes: int) -> Roof:
     """Random records of that size from that much memory, written to a buffer that stays in the cache."""
     words = torch.int64 if record_bytes % 8 == 0 else torch.int32 if record_bytes % 4 == 0 else torch.uint8
     count = max(1, footprint_bytes // record_bytes)
-    memory = torch.zeros(count, record_bytes // words.itemsize, dtype=words)
+    # Written to: memory that never was is one page of zeros, found in the cache.
+    memory = with_huge_pages(torch.empty(count, record_bytes // words.itemsize, dtype=words)).fill_(1)
     chosen = [torch.randint(0, count, (4096,)) for _ in range(32)]
     buffer = torch.empty(4096, memory.shape[1], dtype=words)
     return Roof(lambda i: torch.index_select(memory, 0, chosen[i % 32], out=buffer), 4096 * record_bytes)
