@@ -218,6 +218,13 @@ bool rope(int target, int num_threads, const nb::tuple& fields) {
     return true;
 }
 
+void project(int target, int num_threads, uintptr_t x, int64_t x_stride, uintptr_t weight, int64_t weight_stride, int64_t rows, int64_t n,
+             int64_t k, uintptr_t out, bool out_float) {
+    ProjectParams p{reinterpret_cast<const uint16_t*>(x), x_stride, reinterpret_cast<const uint16_t*>(weight), weight_stride, rows, n, k,
+                    reinterpret_cast<void*>(out), out_float, {num_threads, 0, &POLL_SIGNALS}};
+    run_core(operators(target).index.project, p);
+}
+
 // (address, kind, page_size, block_stride, data_step, scale_base, scale_step, num_slots)
 RecordCache record_cache(const nb::tuple& t) {
     Fields f{t};
@@ -289,6 +296,7 @@ NB_MODULE(_native, m) {
     m.def("softmax_pool", &softmax_pool);
     m.def("compress", &compress);
     m.def("rope", &rope);
+    m.def("project", &project);
     m.def("store_records", &store_records);
     m.def("load_records", &load_records);
     m.def("decode_index", [](int target, int kind, uintptr_t data, uintptr_t scales, uintptr_t out) {

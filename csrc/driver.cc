@@ -375,7 +375,7 @@ void bench(const Operators& ops, int threads, int heads, int rows, int topk8, in
     const RecordKind kind[2] = {FP8, FP4};
     std::vector<std::vector<uint8_t>> bytes(2);
     std::vector<std::vector<int32_t>> indices(2);
-    const int lists = percent < 0 ? 16 : 128;  // more than a last-level cache holds, though most of their keys repeat
+    const int lists = 128;  // more than a last-level cache holds, though most of their keys repeat
     for (int n = 0; n < 2; ++n) {
         const int record = RECORD_FORMATS[int(kind[n])].record_bytes(), data = RECORD_FORMATS[int(kind[n])].data_bytes;
         if (!topk[n]) continue;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The driver's self-test of the indexer, selection, pooling, rope and record operators. Included by driver.cc alone.
+// The driver's self-test of the indexer, selection, pooling, rope, projection and record operators. Included by driver.cc alone.
 //
 // Scores are held to plain double arithmetic, selections to a sort, and what must be the same bytes everywhere to the portable
 // target, which the Python tests hold to the reference.
@@ -233,6 +233,34 @@ struct IndexTest {
         }
     }
 
+    // Against double, and a row alone or among others: the same bits.
+    void projecting(int64_t rows, int64_t n, int64_t k) {
+        const int64_t x_stride = k + 3, weight_stride = k + 5;
+        std::vector<uint16_t> x(size_t(rows * x_stride)), weight(size_t(n * weight_stride)), half(size_t(rows * n));
+        std::vector<float> out(size_t(rows * n)), alone(static_cast<size_t>(n));
+        for (auto& v : x) v = float_to_bf16(draws.normal());
+        for (auto& v : weight) v = float_to_bf16(draws.normal());
+        ProjectParams p{x.data(), x_stride, weight.data(), weight_stride, rows, n, k, out.data(), true, {2, 0, nullptr}};
+        ops.index.project(p);
+        p.out = half.data(), p.out_float = false, p.plan.num_threads = 1;
+        ops.index.project(p);
+        for (int64_t r = 0; r < rows; ++r) {
+            ProjectParams one{x.data() + r * x_stride, x_stride, weight.data(), weight_stride, 1, n, k, alone.data(), true, {3, 0, nullptr}};
+            ops.index.project(one);
+            expect(std::memcmp(alone.data(), out.data() + r * n, size_t(n) * 4) == 0, "project: a row alone", double(r));
+            for (int64_t c = 0; c < n; ++c) {
+                double exact = 0, size = 0;
+                for (int64_t i = 0; i < k; ++i) {
+                    const double term = double(bf16_to_float(x[size_t(r * x_stride + i)])) * bf16_to_float(weight[size_t(c * weight_stride + i)]);
+                    exact += term, size += std::fabs(term);
+                }
+                const float found = out[size_t(r * n + c)];
+                expect(std::fabs(found - exact) <= 1e-6 * size, "project against double", found - exact);
+                expect(half[size_t(r * n + c)] == float_to_bf16(found), "project: rounding to bfloat16", found);
+            }
+        }
+    }
+
     void pooling(int64_t ratio, int64_t dim) {
         const int64_t n = 7;
         std::vector<float> score(size_t(n * ratio * dim)), latent(score.size()), out(size_t(n * dim));
@@ -283,6 +311,10 @@ struct IndexTest {
         scores(RecordKind::INDEX_FP8_FP32, 16, 2, 70, false);
         selection(5, 3, 0), selection(3000, 70, 0), selection(5000, 70, 9), selection(40000, 512, 0), selection(700, 900, 2);
         turning();
+        projecting(1, 1, 1);
+        projecting(9, 7, 33);
+        projecting(13, 75, 2600);
+        projecting(261, 4, 40);
         pooling(2, 64), pooling(3, 37);
     }
 };

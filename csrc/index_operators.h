@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of a target's table that serves the indexer and the caches.
+// The part of a target's table that serves the indexer, the caches and the layer.
 #pragma once
 
 #include "compress.h"
 #include "index_logits.h"
+#include "project.h"
 #include "records.h"
 #include "rope.h"
 #include "topk.h"
@@ -19,6 +20,7 @@ struct IndexOperators {
     Status (*softmax_pool)(SoftmaxPoolParams& params);
     Status (*compress)(CompressParams& params);
     Status (*rope)(RopeParams& params);
+    Status (*project)(ProjectParams& params);
     Status (*store_records)(StoreParams& params);
     Status (*load_records)(LoadParams& params);
     // One index record to 128 floats in natural order, through the target's own decoder.
