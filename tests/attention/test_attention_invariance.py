@@ -10,15 +10,18 @@ layer of each kind.
 
 import functools
 import random
+from functools import partial
 
 import attention_oracle as oracle
 import pytest
 import torch
 from attention_driver import BACKENDS, SMALL, Run, hidden_rows
 
-from sparse_mla.attention import AttentionWeights, KVPool, Shard, StepMetadata, V41Attention
-from sparse_mla.attention.linear import project, quantize_activations, rms_norm
+from sparse_mla.attention import AttentionWeights, KVPool, Shard, StepMetadata, V41Attention, linear
+from sparse_mla.attention.linear import quantize_activations, rms_norm
 from sparse_mla.caches import gather_records
+from sparse_mla.dispatch import presence
+from sparse_mla.testing.timing import num_threads
 
 LOOSE = 4e-3
 SAME = [name for name in BACKENDS if name != "simulated"]  # the simulator runs the stage tests
@@ -257,10 +260,18 @@ def test_padding_sequences_change_nothing(backend):
 # --- the building blocks ---------------------------------------------------------------------------------------------
 
 
+PRODUCTS = [
+    "reference",
+    pytest.param("native", marks=pytest.mark.skipif(bool(presence("native")), reason="the extension was not built")),
+]
+
+
+@pytest.mark.parametrize("backend", PRODUCTS)
 @pytest.mark.parametrize(
     ("k", "n"), [(5120, 128), (4096, 40), (1280, 200), (128, 512), (64, 1024), (512, 128), (128, 4)]
 )
-def test_a_row_does_not_depend_on_how_many_come_with_it(k, n):
+def test_a_row_does_not_depend_on_how_many_come_with_it(k, n, backend):
+    project = partial(linear.project, backend=backend)
     generator = torch.Generator().manual_seed(k + n)
     weight = (torch.randn(n, k, generator=generator) * k**-0.5).to(torch.bfloat16)
     x = torch.randn(64, k, generator=generator).to(torch.bfloat16)
@@ -278,13 +289,36 @@ def test_a_row_does_not_depend_on_how_many_come_with_it(k, n):
     assert oracle.error(full, oracle.linear(x, weight)) < 1e-6
 
 
-def test_long_inputs_are_projected_in_pieces_with_the_same_bits():
+@pytest.mark.parametrize("backend", PRODUCTS)
+def test_long_inputs_are_projected_in_pieces_with_the_same_bits(backend):
+    project = partial(linear.project, backend=backend)
     weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     x = torch.randn(5001, 64, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     full = project(x, weight)
     for start, stop in ((0, 1), (2047, 2050), (4096, 5001)):
         assert torch.equal(project(x[start:stop], weight), full[start:stop])
     assert project(x[:0], weight).shape == (0, 40)
+    assert torch.equal(project(x[:, ::2], weight[:, ::2]), project(x[:, ::2].contiguous(), weight[:, ::2].contiguous()))
+
+
+@pytest.mark.skipif(bool(presence("native")), reason="the extension was not built")
+def test_the_native_product_is_the_one_taken_and_threads_move_no_bit(monkeypatch):
+    x, weight = torch.randn(70, 1100).to(torch.bfloat16), torch.randn(150, 1100).to(torch.bfloat16)
+    full = linear.project(x, weight, out_dtype=torch.float32, backend="native")
+    for count in (1, 2, 3):
+        with num_threads(count):
+            assert torch.equal(linear.project(x, weight, out_dtype=torch.float32, backend="auto"), full)
+    odd = [t[:, :37].contiguous() for t in (x, weight[:5])]
+    full = linear.project(*odd, backend="native")
+    for row in range(70):
+        assert torch.equal(linear.project(odd[0][row : row + 1], odd[1], backend="native"), full[row : row + 1])
+    calls = []
+    monkeypatch.setattr("sparse_mla.backends.native_linear.project", lambda *given: calls.append(given))
+    linear.project(x, weight)
+    linear.project(x, weight, backend="native")
+    assert len(calls) == 2
+    linear.project(x, weight, backend="reference")
+    assert len(calls) == 2
 
 
 def test_rows_of_zeros_stay_finite():

@@ -250,7 +250,12 @@ class V41Attention:
 
     def _project(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """A projection whose weight is FP8 in the checkpoint."""
-        return project(quantize_activations(x, self.e4m3_max) if self.linear == "fp8" else x, weight)
+        return self._product(quantize_activations(x, self.e4m3_max) if self.linear == "fp8" else x, weight)
+
+    def _product(
+        self, x: torch.Tensor, weight: torch.Tensor | None, out_dtype: torch.dtype = torch.bfloat16
+    ) -> torch.Tensor:
+        return project(x, _present(weight), out_dtype=out_dtype, backend=self.backend)
 
     def _norm(self, name: str, x: torch.Tensor, weight: torch.Tensor | None, note: Trace) -> torch.Tensor:
         note(name, x)
@@ -323,22 +328,22 @@ class V41Attention:
     ) -> None:
         """Pool the groups that close in this step and store them with their index keys, at the same slots."""
         part = step.compressed[plan.ratio]
-        wkv = _present(weights.compressor_wkv)
+        wkv = weights.compressor_wkv
         if plan.has_compressor_state:
-            latent = project(hidden, wkv, out_dtype=torch.float32)
+            latent = self._product(hidden, wkv, torch.float32)
             note("compressor_latent", latent)
-            score = project(hidden, _present(weights.compressor_wgate), out_dtype=torch.float32)
+            score = self._product(hidden, weights.compressor_wgate, torch.float32)
             note("compressor_score", score)
             pooled = self._pool(score, latent, plan, part, step, pool)
         else:
-            pooled = project(hidden, wkv)
+            pooled = self._product(hidden, wkv)
             note("compressor_latent", pooled)
         normed = self._norm("pooled", pooled, weights.compressor_norm, note)
         entry = self._rope(normed, part.rope_positions, plan)
         note("entry", entry)
         store_records(entry, pool.main(plan.layer), part.store_slots, backend=self.backend)
         step.gathered.pop(plan.layer, None)
-        key = self._norm("index_k", project(normed, _present(weights.index_wk)), weights.index_k_norm, note)
+        key = self._norm("index_k", self._product(normed, weights.index_wk), weights.index_k_norm, note)
         key = self._rope(key, part.rope_positions, plan)
         note("index_k_rope", key)
         store_records(key, pool.index(plan.layer), part.store_slots, backend=self.backend)
@@ -386,7 +391,7 @@ class V41Attention:
         note("index_q", q)
         q = self._rope(q, step.positions, plan)
         note("index_q_rope", q)
-        w = project(hidden, _present(weights.index_weights))
+        w = self._product(hidden, weights.index_weights)
         note("index_weights", w)
         index = pool.index(_present_layer(plan.kv_source))
         q_fp, q_sf = encode_query(q, index.format, e4m3_max=index.e4m3_max, op="V41Attention")

@@ -5,8 +5,9 @@ A matrix product's bits depend on its shape: the same row, multiplied together w
 different in the last place, and behind a top-k that is another selection. Here every product has the same shape
 whatever the step is: 8 rows, the last tile padded with zeros, and a fixed number of output columns, in float32. A row's
 bits then depend on that row and the weight alone, so chunking, batching and verification cannot change them. Tiles
-share each block of the weight while it is in the cache, which is what makes 8 rows affordable: about 40 GFLOP/s on two
-AVX2 cores, where one product per tile over the whole weight gives 10.
+share each block of the weight while it is in the cache, which is what makes 8 rows affordable: two or three times the
+rate of one product per tile over the whole weight. Where the native backend computes, its product keeps the same
+promise in tiles of its own, at two to three times that rate, and without a float32 copy of the weights.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from ..dispatch import default_backend, presence
 from ..formats import E4M3FN, UE8M0, RecordFormat, decode, encode
 
 __all__ = ["LINEAR_MODES", "TILE_ROWS", "LinearMode", "project", "quantize_activations", "rms_norm"]
@@ -29,16 +31,25 @@ ACTIVATION_GROUP = 32
 _ACTIVATIONS: dict[int, RecordFormat] = {}
 
 
-def project(x: torch.Tensor, weight: torch.Tensor, *, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def project(
+    x: torch.Tensor, weight: torch.Tensor, *, out_dtype: torch.dtype = torch.bfloat16, backend: str | None = None
+) -> torch.Tensor:
     """x @ weight.T in float32, rounded once to `out_dtype`; a row's bits do not depend on the other rows.
 
     Args:
         x: [T, k] bfloat16, any row stride.
         weight: [n, k] bfloat16.
         out_dtype: bfloat16 or float32.
+        backend: whose product: "native" in C++, the others in torch; "auto" the native one where it is present. None:
+            SPARSE_MLA_BACKEND.
     Returns:
         [T, n] in out_dtype, contiguous.
     """
+    chosen = default_backend() if backend is None else backend
+    if chosen in ("auto", "native") and x.device.type == "cpu" and not presence("native"):
+        from ..backends import native_linear  # only where the extension is
+
+        return native_linear.project(x, weight, out_dtype)
     rows, k = x.shape
     n = weight.shape[0]
     out = torch.empty(rows, n, dtype=out_dtype, device=x.device)
