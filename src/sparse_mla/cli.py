@@ -158,9 +158,14 @@ def _demo_layers(backend: str | None, quick: bool, only: str | None, given: tupl
     reports = []
     with _progress() as progress:
         task = progress.add_task("starting", total=None)
+        said = ""
 
         def show(what: str, done: int, total: int) -> None:
+            nonlocal said
             progress.update(task, description=what, completed=done, total=total)
+            if what != said and not progress.console.is_terminal:  # a log shows no progress bar
+                click.echo(f"{what}, {total} to do", err=True)
+            said = what
 
         for preset in PRESETS if only is None else (only,):
             longest = None if preset == "tiny" else min(prompts)
