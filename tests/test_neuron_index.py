@@ -98,7 +98,7 @@ def test_topk_orders_every_bfloat16(dtype_bits: str) -> None:
     shuffled = patterns[torch.randperm(65536, generator=_generator(1))].unsqueeze(0)
     for on_neg_inf in ("skip", "last"):
         options: dict[str, Any] = {"on_nan": "last", "on_neg_inf": on_neg_inf}
-        for k in (3, 1000, 32000, 40000, 65000, 65536):
+        for k in (3, 32000, 65536):
             found = topk(shuffled, k, backend="simulated", **options)
             assert torch.equal(found, topk(shuffled, k, backend="reference", **options)), (on_neg_inf, k)
 
@@ -372,25 +372,21 @@ def test_pooling_of_infinite_and_unknown_scores(ratio: int) -> None:
 
 # --- graphs and the job ----------------------------------------------------------------------------------------------
 
-QUICK = {
-    "index_logits": ("paged-fp4",),
-    "index_topk": ("paged-fp4",),
+# test_neuron_graph.py traces every launch on its smallest case; these cases take other paths through it.
+QUICK = {"compress": ("decode-padding", "prefill-continued")}
+FULL = {
+    "index_logits": (
+        "paged-fp4", "paged-fp4-verify", "paged-fp4-candidates", "ragged-fp4", "ragged-fp4-candidates", "bare-tensor",
+    ),
+    "index_topk": ("paged-fp4", "paged-fp4-candidates"),
     "topk": ("nan-last",),
     "candidate_blocks": ("nan-last",),
-    "softmax_pool": ("ratio-2",),
-    "compress": ("decode-padding", "prefill-continued"),
-    "store_records": ("v41-fp8",),
-    "load_records": ("index-fp8-fp32",),
+    "softmax_pool": ("ratio-1", "ratio-2", "ratio-4"),
+    "store_records": ("v41-fp8", "v41-fp4-planar", "index-fp4", "index-fp8-fp32", "bf16", "bare-tensor"),
+    "load_records": ("v41-fp8", "v41-fp8-planar", "index-fp4", "index-fp8-fp32", "bf16"),
     "rope": ("5x8x512-inverse-float32-int32",),
     "merge_partials": ("empty-parts",),
-}
-FULL = {
-    "index_logits": ("paged-fp4-verify", "paged-fp4-candidates", "ragged-fp4", "ragged-fp4-candidates", "bare-tensor"),
-    "index_topk": ("paged-fp4-candidates",),
-    "softmax_pool": ("ratio-1", "ratio-4"),
-    "store_records": ("v41-fp4-planar", "index-fp4", "index-fp8-fp32", "bf16", "bare-tensor"),
-    "load_records": ("v41-fp8", "v41-fp8-planar", "index-fp4", "bf16"),
-}
+}  # fmt: skip
 
 
 def _graphs() -> list[Any]:
