@@ -577,3 +577,25 @@ def test_arithmetic_on_packed_types_is_refused() -> None:
 
     with pytest.raises(KernelError, match="packed types"):
         launch(kernel, gen=4)
+
+
+@dataclass
+class Sizes(nl.NKIObject):
+    rows: int
+    unused: int
+    columns: int = 4
+
+
+def test_a_dataclass_without_all_fields_is_refused_as_in_python_or_warned_about_with_aws_compat() -> None:
+    def kernel(x: Any) -> Any:
+        sizes = Sizes(rows=2)  # type: ignore[call-arg]
+        assert sizes.unused is None
+        assert Sizes(1, 2, 3).unused == 2
+        return get(put(x)[: sizes.rows, : sizes.columns])
+
+    x = np.ones((4, 8), np.float32)
+    with pytest.raises(TypeError, match="unused"):
+        launch(kernel, x)
+    done = launch(kernel, x, aws_compat=True)
+    assert done.value.shape == (2, 4)
+    assert [w.message for w in done.warnings if "Sizes is made without unused" in w.message]

@@ -114,6 +114,8 @@ def to_f32(array: Array, dtype: DType) -> Array:
         return np.asarray(dtype.lut.take(array.view(np.uint8)))
     if dtype is tfloat32:
         return round_tf32(array)
+    if array.dtype.itemsize not in array.strides:
+        array = np.ascontiguousarray(array)  # a strided copy and a plain cast: three times faster than a strided cast
     return array.astype(np.float32)
 
 

@@ -10,6 +10,7 @@ a scalar index is turned into a plain one when an instruction executes; a vector
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import MISSING
 from enum import StrEnum
 from typing import Any, NoReturn
 
@@ -27,7 +28,25 @@ __all__ = ["DynamicSlice", "MemoryRegion", "NKIObject", "NkiTensor", "VirtualReg
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class NKIObject:
+class _Fields(type):
+    """Lets a dataclass be made without all its fields under aws_compat, as the device's tracer does; they are None."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        fields = cls.__dict__.get("__dataclass_fields__")
+        if fields is not None and _compat():
+            known = [f for f in fields.values() if f.init][len(args) :]
+            left_out = [
+                f.name for f in known if f.default is MISSING and f.default_factory is MISSING and f.name not in kwargs
+            ]
+            if left_out:
+                machine = running()
+                if machine is not None:
+                    machine.warn(0, f"{cls.__name__} is made without {', '.join(left_out)}; Python refuses that")
+                kwargs.update(dict.fromkeys(left_out))
+        return super().__call__(*args, **kwargs)
+
+
+class NKIObject(metaclass=_Fields):
     """Base of configuration objects and dataclasses used inside kernels."""
 
     def __init__(self, **kwargs: Any) -> None:
