@@ -34,22 +34,26 @@ void finish(Status status) {
 
 const Operators& operators(int target) { return *operators_of(TargetId(target)); }
 
-// (data, kind, page_size, block_stride, data_step, scale_base, scale_step, num_slots, indices, stride_b, stride_s, topk, length)
+int64_t item(const nb::tuple& t, int i) { return nb::cast<int64_t>(t[i]); }
+
+// (data, (kind, page_size, block_stride, data_step, scale_base, scale_step, num_slots), indices, strides of indices, topk, length):
+// tuples that Python has at hand are passed on as they are, taking them apart costs less here.
 AttentionScope attention_scope(const nb::tuple& t) {
-    const auto integer = [&](int i) { return nb::cast<int64_t>(t[i]); };
-    return {pointer<const uint8_t>(t[0]), RecordKind(integer(1)), integer(2), integer(3), integer(4), integer(5), integer(6), integer(7),
-            pointer<const int32_t>(t[8]), integer(9), integer(10), integer(11), pointer<const int32_t>(t[12])};
+    const nb::tuple layout = nb::borrow<nb::tuple>(t[1]), strides = nb::borrow<nb::tuple>(t[3]);
+    return {pointer<const uint8_t>(t[0]), RecordKind(item(layout, 0)), item(layout, 1), item(layout, 2), item(layout, 3), item(layout, 4),
+            item(layout, 5), item(layout, 6), pointer<const int32_t>(t[2]), item(strides, 0), item(strides, 1), item(t, 4),
+            pointer<const int32_t>(t[5])};
 }
 
 // The number of the target whose code ran. -1: a slot is out of range (or a length negative) and nothing was written; the caller
 // finds out which and raises.
-int attention(int target, int num_threads, bool checks, bool skip_out_of_range, uintptr_t q, int64_t q_stride_b, int64_t q_stride_s,
-               int64_t q_stride_h, int64_t b, int64_t s_q, int64_t h_q, const nb::tuple& scope0, const nb::tuple& scope1, float softmax_scale,
-               uintptr_t attn_sink, uintptr_t out, bool out_float, uintptr_t lse, uintptr_t max_logits) {
+int attention(int target, int num_threads, bool checks, bool skip_out_of_range, uintptr_t q, const nb::tuple& shape, const nb::tuple& strides,
+              const nb::tuple& scope0, const nb::tuple& scope1, float softmax_scale, uintptr_t attn_sink, uintptr_t out, bool out_float,
+              uintptr_t lse, uintptr_t max_logits) {
     AttentionParams p{};
     p.q = reinterpret_cast<const uint16_t*>(q);
-    p.q_stride_b = q_stride_b, p.q_stride_s = q_stride_s, p.q_stride_h = q_stride_h;
-    p.b = b, p.s_q = s_q, p.h_q = h_q;
+    p.q_stride_b = item(strides, 0), p.q_stride_s = item(strides, 1), p.q_stride_h = item(strides, 2);
+    p.b = item(shape, 0), p.s_q = item(shape, 1), p.h_q = item(shape, 2);
     p.num_scopes = nb::len(scope1) == 0 ? 1 : 2;
     p.scopes[0] = attention_scope(scope0);
     if (p.num_scopes == 2) p.scopes[1] = attention_scope(scope1);

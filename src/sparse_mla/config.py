@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from .errors import ArgumentError
@@ -35,15 +35,13 @@ def constant_in_graphs(function: F) -> F:
 # os.environ.get answers for an absent variable by raising and catching KeyError: 1 us, four times a call.
 # The table behind it is of bytes on POSIX systems; elsewhere the slow way serves.
 _TABLE: Any = getattr(os.environ, "_data", None)
-_KEYS: dict[str, bytes] = {}
+if os.name != "posix" or not isinstance(_TABLE, dict):
+    _TABLE = None
 
 
-def _text(name: str) -> str | None:
-    if os.name != "posix" or not isinstance(_TABLE, dict):
+def _text(name: str, key: bytes) -> str | None:
+    if _TABLE is None:
         return os.environ.get(name)
-    key = _KEYS.get(name)
-    if key is None:
-        key = _KEYS[name] = os.fsencode(name)
     text = _TABLE.get(key)
     return None if text is None else os.fsdecode(text)
 
@@ -56,9 +54,13 @@ class Variable(Generic[T]):
     parse: Callable[[str], T]
     default: T
     meaning: str
+    key: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", os.fsencode(self.name))
 
     def read(self) -> T:
-        text = _text(self.name)
+        text = _text(self.name, self.key)
         if not text:
             return self.default
         try:

@@ -119,61 +119,51 @@ def _page_layout(
 
 def _scope(
     cache: torch.Tensor, indices: torch.Tensor, length: torch.Tensor | None, geometry: Sequence[int]
-) -> tuple[int, ...]:
+) -> tuple[Any, ...]:
     offset, layout = _page_layout(cache.shape, cache.stride(), cache.dtype, tuple(geometry))
-    return _place(cache, offset, layout, indices, length)
+    lists = (indices.data_ptr(), indices.stride(), indices.shape[2], _address(length))
+    return (cache.data_ptr() + offset, layout, *lists)
 
 
-def _place(
-    cache: torch.Tensor, offset: int, layout: tuple[int, ...], indices: torch.Tensor, length: torch.Tensor | None
-) -> tuple[int, ...]:
-    stride_b, stride_s, _ = indices.stride()
-    topk, address = indices.shape[2], cache.data_ptr() + offset
-    return (address, *layout, indices.data_ptr(), stride_b, stride_s, topk, 0 if length is None else length.data_ptr())
-
-
-def _call_scope(scope: KVScope) -> tuple[int, ...] | None:
+def _call_scope(scope: KVScope) -> tuple[Any, ...] | None:
     """`_scope` of a call record; the layout is kept with its cache. None: a tensor has to be copied first."""
     cache, indices, length = scope.cache, scope.indices, scope.topk_length
-    data = cache.data
-    if indices.stride(-1) != 1 or (length is not None and not length.is_contiguous()):
+    data, strides = cache.data, indices.stride()
+    if strides[2] != 1 or (length is not None and not length.is_contiguous()):
         return None
     known = cache.__dict__.get("_native_layout")
     if known is None or known[0] != data.shape:  # somebody may have resized the tensor in place
         known = (data.shape, *_page_layout(data.shape, data.stride(), data.dtype, cache.geometry))
         object.__setattr__(cache, "_native_layout", known)
-    return _place(data, known[1], known[2], indices, length)
+    address = data.data_ptr() + known[1]
+    return address, known[2], indices.data_ptr(), strides, indices.shape[2], 0 if length is None else length.data_ptr()
 
 
 def _attend(
     q: torch.Tensor,
-    scope0: tuple[int, ...],
-    scope1: tuple[int, ...],
+    scope0: tuple[Any, ...],
+    scope1: tuple[Any, ...],
     softmax_scale: float,
     sink: torch.Tensor | None,
     out_dtype: torch.dtype,
     checks: bool,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(out, lse) of decode attention; None when a slot or length is out of range."""
-    b, s_q, h_q, d = q.shape
-    if out_dtype is q.dtype and q.is_contiguous():
+    shape = q.shape
+    b, s_q, h_q, d = shape
+    if out_dtype is torch.bfloat16 and q.is_contiguous():
         out = torch.empty_like(q)  # half the time of torch.empty
     else:
         out = torch.empty(b, s_q, h_q, d, dtype=out_dtype)
     lse = torch.empty(b, s_q, h_q, dtype=torch.float32)
-    stride_b, stride_s, stride_h, _ = q.stride()
     ran = _native.attention(
         _target_number(config.get("SPARSE_MLA_CPU_TARGET")),
         torch.get_num_threads(),
         checks,
         False,
         q.data_ptr(),
-        stride_b,
-        stride_s,
-        stride_h,
-        b,
-        s_q,
-        h_q,
+        shape,
+        q.stride(),
         scope0,
         scope1,
         softmax_scale,
@@ -218,7 +208,7 @@ def _sparse_decode(
     indices0, length0 = _rows(indices0), _flat(length0)
     half = len(geometry) if cache1 is None else len(geometry) // 2
     scope0 = _scope(cache0, indices0, length0, geometry[:half])
-    scope1: tuple[int, ...] = ()
+    scope1: tuple[Any, ...] = ()
     if cache1 is not None and indices1 is not None:
         indices1, length1 = _rows(indices1), _flat(length1)
         scope1 = _scope(cache1, indices1, length1, geometry[half:])
@@ -278,7 +268,7 @@ def _sparse_prefill(
     # A gathered buffer is a cache of one-record pages whose block stride is the row stride.
     row_bytes = kv.stride(0) * kv.element_size()
     layout = (_native.BF16_ROW, 1, row_bytes, row_bytes, 0, 0, kv.shape[0])
-    lists = (indices.data_ptr(), indices.stride(0), 0, indices.shape[2], _address(length))
+    lists = (indices.data_ptr(), (indices.stride(0), 0), indices.shape[2], _address(length))
     out = with_huge_pages(torch.empty((s_q, h_q, d), dtype=out_dtype))
     max_logits = torch.empty((s_q, h_q), dtype=torch.float32)
     lse = torch.empty((s_q, h_q), dtype=torch.float32)
@@ -289,13 +279,9 @@ def _sparse_prefill(
         False,
         True,
         q.data_ptr(),
-        q.stride(0),
-        0,
-        q.stride(1),
-        s_q,
-        1,
-        h_q,
-        (kv.data_ptr(), *layout, *lists),
+        (s_q, 1, h_q),
+        (q.stride(0), 0, q.stride(1)),
+        (kv.data_ptr(), layout, *lists),
         (),
         softmax_scale,
         _address(sink),

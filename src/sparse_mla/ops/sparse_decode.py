@@ -255,7 +255,7 @@ def sparse_decode(
         memory_limit=memory_limit,
     )
     out, lse = SPARSE_DECODE.run(call, backend)
-    return AttnOutput(out, lse.transpose(1, 2))
+    return AttnOutput(out, lse.mT)
 
 
 # --- reference -------------------------------------------------------------------------------------------------------
