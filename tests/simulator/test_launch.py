@@ -586,6 +586,12 @@ class Sizes(nl.NKIObject):
     columns: int = 4
 
 
+@dataclass
+class Bare(nl.NKIObject):
+    rows = None
+    columns = 3
+
+
 def test_a_dataclass_without_all_fields_is_refused_as_in_python_or_warned_about_with_aws_compat() -> None:
     def kernel(x: Any) -> Any:
         sizes = Sizes(rows=2)  # type: ignore[call-arg]
@@ -599,3 +605,16 @@ def test_a_dataclass_without_all_fields_is_refused_as_in_python_or_warned_about_
     done = launch(kernel, x, aws_compat=True)
     assert done.value.shape == (2, 4)
     assert [w.message for w in done.warnings if "Sizes is made without unused" in w.message]
+
+
+def test_attributes_without_annotation_are_fields_with_aws_compat() -> None:
+    def kernel(x: Any) -> Any:
+        bare = Bare(rows=2)  # type: ignore[call-arg]
+        return get(put(x)[: bare.rows, : bare.columns])  # type: ignore[misc]
+
+    x = np.ones((4, 8), np.float32)
+    with pytest.raises(TypeError, match="rows"):
+        launch(kernel, x)
+    done = launch(kernel, x, aws_compat=True)
+    assert done.value.shape == (2, 3)
+    assert [w.message for w in done.warnings if "Bare is made with rows, which have no annotation" in w.message]

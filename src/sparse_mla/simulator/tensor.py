@@ -29,21 +29,29 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class _Fields(type):
-    """Lets a dataclass be made without all its fields under aws_compat, as the device's tracer does; they are None."""
+    """Under aws_compat a dataclass is made as the device's tracer makes it, not as Python does: fields may be left out
+    (they are None), and class attributes without an annotation are fields too."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         fields = cls.__dict__.get("__dataclass_fields__")
-        if fields is not None and _compat():
-            known = [f for f in fields.values() if f.init][len(args) :]
-            left_out = [
-                f.name for f in known if f.default is MISSING and f.default_factory is MISSING and f.name not in kwargs
-            ]
-            if left_out:
-                machine = running()
-                if machine is not None:
-                    machine.warn(0, f"{cls.__name__} is made without {', '.join(left_out)}; Python refuses that")
-                kwargs.update(dict.fromkeys(left_out))
-        return super().__call__(*args, **kwargs)
+        if fields is None or not _compat():
+            return super().__call__(*args, **kwargs)
+        given = [f for f in fields.values() if f.init][: len(args)]
+        needed = {
+            f.name
+            for f in fields.values()
+            if f.init and f not in given and f.default is MISSING and f.default_factory is MISSING
+        }
+        left_out = sorted(needed - set(kwargs))
+        bare = {name: kwargs.pop(name) for name in list(kwargs) if name not in fields and hasattr(cls, name)}
+        machine = running()
+        if machine is not None and (left_out or bare):
+            text = f"without {', '.join(left_out)}" if left_out else f"with {', '.join(bare)}, which have no annotation"
+            machine.warn(0, f"{cls.__name__} is made {text}; Python refuses that")
+        made = super().__call__(*args, **kwargs, **dict.fromkeys(left_out))
+        for name, value in bare.items():
+            setattr(made, name, value)
+        return made
 
 
 class NKIObject(metaclass=_Fields):

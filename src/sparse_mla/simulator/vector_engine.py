@@ -393,8 +393,10 @@ def scale_shift(
     op1: Operator | None,
     operand1: Any,
     reverse1: bool,
+    *,
+    fp32: bool = True,
 ) -> tuple[Array, list[NkiTensor]]:
-    """(data op0 operand0) op1 operand1 in float32."""
+    """(data op0 operand0) op1 operand1 in float32; `fp32`: operand tiles must be float32."""
     values = m.f32("data", data)
     used: list[NkiTensor] = []
     for op, operand, reverse, role in ((op0, operand0, reverse0, "operand0"), (op1, operand1, reverse1, "operand1")):
@@ -407,7 +409,7 @@ def scale_shift(
             continue
         if operand is None:
             m.fail(24, f"{role} is missing for operator {op.name}")
-        other, tensor = scalar_operand(m, role, operand, data)
+        other, tensor = scalar_operand(m, role, operand, data, fp32=fp32)
         if tensor is not None:
             used.append(tensor)
         values = elementwise(m, op, role, other, values) if reverse else elementwise(m, op, role, values, other)
@@ -430,7 +432,7 @@ def scalar_tensor_tensor(
     # Layout and tile size
     m.same_size(dst=dst, data=data, operand1=operand1)
     # Result
-    values, used = scale_shift(m, data, op0, operand0, reverse0, None, None, False)
+    values, used = scale_shift(m, data, op0, operand0, reverse0, None, None, False, fp32=False)
     m.same_start(data=data, operand1=operand1, **({"operand0": used[0]} if used else {}))
     other = m.f32("operand1", operand1)
     if other.shape != values.shape:
