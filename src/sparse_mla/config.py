@@ -181,7 +181,7 @@ VARIABLES: dict[str, Variable[Any]] = {
             "SPARSE_MLA_NEURON_LANES",
             _lanes,
             16,
-            "Bits of FP4 codes a Trainium bit operation takes at once: 16 anywhere, 32 where probe A13 says exact.",
+            "Bits of FP4 codes a Trainium bit operation takes at once: 16 anywhere, 32 where probe A13 agrees.",
         ),
         Variable("NEURON_LOGICAL_NC_CONFIG", _integer(1), 0, "Physical cores per logical core; 0: as the launch says."),
     )

@@ -64,7 +64,8 @@ def index_cost_plan() -> list[IndexPoint]:
         for keys in SCORE_CONTEXTS
         for lnc in (1, 2)
     ]
-    selection = [IndexPoint("topk", rows, 32768, lnc) for rows in (1, 6, 128) for lnc in (1, 2)]
+    columns = ((1, 32768), (6, 32768), (128, 32768), (1, 524288))  # rows, columns
+    selection = [IndexPoint("topk", rows, n, lnc) for rows, n in columns for lnc in (1, 2)]
     pooling = [IndexPoint("softmax_pool", rows, ratio, 2) for rows in (6, 128, 1024) for ratio in (2, 8)]
     return [*scores, *selection, *pooling]
 
