@@ -29,7 +29,7 @@ from sparse_mla.kernels.decode_records import (
 )
 from sparse_mla.kernels.nki import nisa, nl
 from sparse_mla.simulator import SimulatorParams, jit, run
-from sparse_mla.simulator.lint import lint_file
+from sparse_mla.simulator.lint import lint_source
 from sparse_mla.testing.check import forced, implementations
 
 SCALE = 512**-0.55
@@ -154,6 +154,20 @@ def test_native_and_integer_decoding_give_the_same_bits() -> None:
             simulated("fused", q, [KVScope(c, indices)])
         kinds.append(calls[0].constants["kind0"])
     assert kinds == ["fp8_native", "fp8_integer"]
+
+
+def test_wide_lanes_are_a_switch() -> None:
+    """SPARSE_MLA_NEURON_LANES reaches the kernel and changes no bit."""
+    q, scopes = queries(2, 1, 4), [KVScope(filled(V41_FP4), lists(2, 128, 128))]
+    found = []
+    for lanes in (16, 32):
+        with config.override(SPARSE_MLA_NEURON_LANES=lanes), launch.recording() as calls:
+            found.append(simulated("fused", q, scopes))
+        assert calls[0].constants["lanes"] == lanes
+    assert same_bits(found[0].out, found[1].out)
+    assert same_bits(found[0].lse, found[1].lse)
+    with config.override(SPARSE_MLA_NEURON_LANES=24), pytest.raises(ArgumentError, match="must be 16 or 32, got '24'"):
+        simulated("fused", q, scopes)
 
 
 def test_a_decode_batch_of_the_buckets_size_is_no_chunk() -> None:
@@ -502,9 +516,15 @@ def test_on_chip_decoding_of_every_code_under_every_scale(kind: str, lanes: int)
 
 
 def test_kernel_source_is_portable() -> None:
+    """The lint follows calls inside one file, so the decoding that two kernels share is read in front of each."""
     folder = Path(sparse_mla.__file__).parent / "kernels"
-    findings = [f for name in ("attention.py", "decode_records.py") for f in lint_file(folder / name)]
-    assert findings == [], "\n".join(str(f) for f in findings)
+    shared = (folder / "decode_records.py").read_text()
+    for name in ("attention.py", "weighted_scores.py", "selection.py", "softmax_pool.py", "probe.py"):
+        text = shared + (folder / name).read_text()
+        findings = lint_source(text, name)
+        assert findings == [], "\n".join(str(f) for f in findings)
+    broken = shared.replace("for parity in range(2):", "for parity in enumerate(range(2)):")
+    assert lint_source(broken + (folder / "attention.py").read_text()), "the lint does not reach the shared decoding"
 
 
 # What the simulator notes about these kernels and why it is accepted: the functions that make small transfers on

@@ -21,6 +21,8 @@ from sparse_mla.testing.neuron_cost import (
     write_costs,
 )
 
+ROOT = Path(__file__).resolve().parent.parent
+COMMITTED = [json.loads(text) for text in (ROOT / "bench" / "neuron_cost.jsonl").read_text().splitlines()]
 FULL = pytest.mark.full
 FP8, MIXED, ROWS = "640_fp8", "128_fp8+512_fp4", "640_bf16"
 
@@ -99,11 +101,31 @@ def test_the_plan_covers_rows_heads_cores_and_keys() -> None:
 
 
 def test_the_page_shows_what_the_file_holds() -> None:
-    root = Path(__file__).resolve().parent.parent
-    lines = [json.loads(text) for text in (root / "bench" / "neuron_cost.jsonl").read_text().splitlines()]
-    page = (root / "docs" / "neuron.md").read_text()
+    page = (ROOT / "docs" / "neuron.md").read_text()
     shown = page.split("<!-- cost:")[1].split("-->\n", 1)[1].split("<!-- end -->")[0]
-    assert shown.strip() == cost_page(lines).strip(), "run: python -m sparse_mla.testing.neuron_cost"
+    assert shown.strip() == cost_page(COMMITTED).strip(), "run: python -m sparse_mla.testing.neuron_cost"
+
+
+def test_every_launch_is_estimated_and_every_target_met() -> None:
+    page = cost_page(COMMITTED)
+    assert "not run" not in page
+    targets = page.split("### Targets")[1].split("###")[0]
+    assert targets.count("| yes |") >= 11
+    assert "| NO |" not in targets
+
+
+def test_scores_state_a_further_key_and_the_whole_call() -> None:
+    """The limit is that of a further key; a call that also pays its start is shown beside it."""
+    fields = {"op": "index_logits", "variant": "lanes32", "rows": 4, "lnc": 1, "boundary_us": 30.0, "descriptors": 5}
+    sizes = {"bound_by": "vector", "hbm_read_bytes": 1}
+    lines = [
+        {**fields, **sizes, "keys": f"{n}_index_fp4", "estimated_us": us} for n, us in ((8192, 30.0), (32768, 90.0))
+    ]
+    page = cost_page(lines)
+    assert "up to 4 tokens: a further key on one core | 2.6 ns | 2.44 ns; 2.75 of a whole call with 32,768" in page
+    assert "| index_fp4 | lanes32 | 4 | 1 | 2.44 | 3.66 | 2.75 |" in page
+    assert "a further key on one core | 2.6 ns | 3.26 ns" in cost_page([lines[0], {**lines[1], "estimated_us": 110.0}])
+    assert "NO |" in cost_page([lines[0], {**lines[1], "estimated_us": 110.0}])
 
 
 def test_what_was_not_run_is_not_shown_as_a_number() -> None:
