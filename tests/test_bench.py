@@ -174,6 +174,18 @@ def test_contestants_take_turns() -> None:
     assert all(len(t.rounds_us) == 3 for t in timings.values())
 
 
+@pytest.mark.parametrize(("seconds", "expected"), [(0.01, 7), (6.0, 5), (50.0, 3)])
+def test_long_calls_take_fewer_rounds(seconds: float, expected: int) -> None:
+    now = 0.0
+
+    def wait(_: int) -> None:
+        nonlocal now
+        now += seconds
+
+    timings = interleave({"a": wait}, rounds=7, min_seconds=0.0, clock=lambda: now)
+    assert timings["a"].rounds_us == pytest.approx((seconds * 1e6,) * expected)
+
+
 def test_median_spread_and_ratio() -> None:
     ours, theirs = Timing((10.0, 12.0, 11.0, 50.0, 9.0)), Timing((20.0, 36.0, 22.0, 100.0, 27.0))
     assert ours.median_us == 11.0

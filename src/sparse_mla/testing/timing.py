@@ -36,6 +36,9 @@ __all__ = [
 Action = Callable[[int], object]  # called with a running number, to rotate inputs
 
 
+LONG_SECONDS = 30.0  # of all rounds together; three rounds may take longer
+
+
 class Timing(NamedTuple):
     """Microseconds per call of one contestant, one value per round."""
 
@@ -70,14 +73,18 @@ def interleave(
     min_seconds: float = 0.03,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-    """Time all contestants in turns. Each turn repeats the call until `min_seconds` have passed, at least once.
+    """Time all contestants in turns. Each turn repeats the call until `min_seconds` have passed, at least once. Rounds
+    of many seconds are fewer, three at least: such calls outlast most of what disturbs them.
     `time.thread_time` as clock leaves out what other programs take, and sees one thread only."""
-    repeats = {}
+    repeats, round_seconds = {}, 0.0
     for name, action in contestants.items():
         action(0)  # compiles, allocates, warms
         begin = clock()
         action(1)
-        repeats[name] = max(1, min(100_000, round(min_seconds / max(clock() - begin, 1e-7))))
+        spent = max(clock() - begin, 1e-7)
+        round_seconds += max(spent, min_seconds)
+        repeats[name] = max(1, min(100_000, round(min_seconds / spent)))
+    rounds = max(min(rounds, 3), min(rounds, round(LONG_SECONDS / max(round_seconds, 1e-7))))
     taken: dict[str, list[float]] = {name: [] for name in contestants}
     number = 2
     for _ in range(rounds):
