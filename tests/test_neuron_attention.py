@@ -104,8 +104,9 @@ def test_six_rows_equal_each_row_alone(strategy: str, heads: int) -> None:
 
 @pytest.mark.parametrize("strategy", ["dense_mask", "shared_prefix"])
 def test_six_rows_of_one_sequence_equal_each_row(strategy: str) -> None:
-    """The strategies for one sequence give what the per-row gather gives, within the rounding of P."""
-    q, sink = queries(6, 1, 4), torch.randn(4)
+    """The strategies for one sequence give what the per-row gather gives, within the rounding of P, and each row the
+    bits it gives alone."""
+    q, sink = queries(6, 1, 5), torch.randn(5)
     if strategy == "dense_mask":
         scopes = [KVScope(filled(V41_FP8), lists(6, 128, 128)), KVScope(filled(V41_FP4), lists(6, 640, 128))]
     else:
@@ -115,6 +116,11 @@ def test_six_rows_of_one_sequence_equal_each_row(strategy: str) -> None:
             dense[row, 0, 1000 + 5 * row :] = -1
         scopes = [KVScope(filled(V41_FP8), lists(6, 128, 128)), KVScope(cache, dense)]
     found = simulated(strategy, q, scopes, attn_sink=sink, one_sequence=True)
+    for row in (0, 5):
+        given = q[row : row + 1], [row_of(s, row) for s in scopes]
+        alone = simulated(strategy, *given, attn_sink=sink, one_sequence=True)
+        assert same_bits(alone.out[0], found.out[row]), f"row {row}"
+        assert same_bits(alone.lse[0], found.lse[row]), f"row {row}"
     assert explain("sparse_decode", q, scopes, one_sequence=True, backend="simulated").chosen is not None
     expected = simulated("row_gather", q, scopes, attn_sink=sink)
     assert (found.lse - expected.lse).abs().max() < 1e-5

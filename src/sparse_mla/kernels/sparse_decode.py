@@ -192,7 +192,9 @@ def merge_parts(
     lse = torch.where(none, torch.inf, peak + torch.log(torch.where(none, 1.0, total)))
     share = weights / torch.where(none, 1.0, total)
     if attn_sink is not None:
-        share = share * torch.sigmoid(torch.where(none, 0.0, lse) - attn_sink)
+        # Not torch.sigmoid: on a CPU its last elements, past a whole vector, have other last bits, and which rows those
+        # are depends on the rest of the batch.
+        share = share / (1.0 + torch.exp(attn_sink - torch.where(none, 0.0, lse)))
     out = (torch.stack([out for out, _ in parts]) * share.unsqueeze(-1)).sum(dim=0)
     return torch.where(none.unsqueeze(-1), 0.0, out), lse
 
