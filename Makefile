@@ -37,7 +37,7 @@ demo: setup  ## run the main job: store, index, select and attend over V4.1 cach
 test: setup  ## run the tests (about ten minutes on two cores)
 	$(TEST_ENV) $(PY) -m pytest -n $(WORKERS) -m "not full" -q
 
-test-all: setup  ## run everything, the full matrices and sizes included (up to an hour)
+test-all: setup .make/cmake  ## run everything, the full matrices and sizes included (up to an hour)
 	$(TEST_ENV) $(PY) -m pytest -n $(WORKERS) -q
 
 check: .make/check  ## lint, format, types, spelling and the conventions of the code
@@ -92,9 +92,9 @@ ARCHER ?= /usr/lib/llvm-19/lib/libarcher.so
 AARCH64_CXX ?= aarch64-linux-gnu-g++
 AARCH64_ROOT ?= /usr/aarch64-linux-gnu
 
-# A driver without Python: the environment lends only CMake.
+# What builds of the core outside pip need.
 .make/cmake: .make/setup
-	$(PY) -m pip install --quiet --disable-pip-version-check "cmake>=3.18"
+	$(PY) -m pip install --quiet --disable-pip-version-check "cmake>=3.18" "nanobind>=2.2"
 	@touch $@
 
 sanitize: .make/cmake  ## run the core's own test, without Python, under ASan + UBSan and, where clang-19 and Archer are, under TSan
@@ -102,11 +102,13 @@ sanitize: .make/cmake  ## run the core's own test, without Python, under ASan + 
 	    -DCMAKE_CXX_FLAGS="-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 	$(CORE_ENV) cmake --build build/sanitize --parallel $(WORKERS)
 	ASAN_OPTIONS=detect_leaks=1 build/sanitize/native_driver test
+	ASAN_OPTIONS=detect_leaks=1 build/sanitize/native_driver corpus tests/fuzz/corpus/*/*
 	@if command -v $(CLANG_TSAN) >/dev/null && test -e $(ARCHER); then \
 	    set -ex; export $(CORE_ENV); \
 	    $(CORE) -B build/tsan -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_COMPILER=$(CLANG_TSAN) -DCMAKE_CXX_FLAGS="-O1 -g1 -fsanitize=thread"; \
 	    cmake --build build/tsan --parallel $(WORKERS); \
-	    OMP_TOOL_LIBRARIES=$(ARCHER) TSAN_OPTIONS="ignore_noninstrumented_modules=1 halt_on_error=1" build/tsan/native_driver test; \
+	    OMP_TOOL_LIBRARIES=$(ARCHER); TSAN_OPTIONS="ignore_noninstrumented_modules=1 halt_on_error=1"; export OMP_TOOL_LIBRARIES TSAN_OPTIONS; \
+	    build/tsan/native_driver test; build/tsan/native_driver corpus tests/fuzz/corpus/*/*; \
 	else echo "TSan skipped: needs clang-19, libomp-19-dev and libclang-rt-19-dev (with Archer)"; fi
 
 aarch64: .make/cmake  ## cross-compile the core for aarch64 and run its test under qemu-user
@@ -115,7 +117,8 @@ aarch64: .make/cmake  ## cross-compile the core for aarch64 and run its test und
 	else set -ex; export $(CORE_ENV); \
 	    $(CORE) -B build/aarch64 -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=$(AARCH64_CXX); \
 	    cmake --build build/aarch64 --parallel $(WORKERS); \
-	    qemu-aarch64 -L $(AARCH64_ROOT) build/aarch64/native_driver test; fi
+	    qemu-aarch64 -L $(AARCH64_ROOT) build/aarch64/native_driver test; \
+	    qemu-aarch64 -L $(AARCH64_ROOT) build/aarch64/native_driver corpus tests/fuzz/corpus/*/*; fi
 
 clean:  ## remove what was built
 	rm -rf build dist site .make .venv .pytest_cache .mypy_cache .ruff_cache

@@ -5,6 +5,7 @@ That its operators compute the right thing is tested with the other backends' ov
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -490,6 +491,18 @@ def test_a_target_file_exports_its_table_alone(source: str, flags: list[str], tm
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_the_operators_run_clean_under_address_sanitizer(tmp_path: Path) -> None:
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None or importlib.util.find_spec("nanobind") is None:
+        pytest.skip("needs a C++ compiler and nanobind, which `make test-all` installs")
+    tool = [sys.executable, str(ROOT / "tools" / "sanitize_python.py"), "--build", str(tmp_path)]
+    done = subprocess.run(tool, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the emulated targets are x86-64")
 def test_the_avx512_targets_compute_the_same_when_emulated(tmp_path: Path) -> None:
     if not Path("/usr/include/simde").exists():
