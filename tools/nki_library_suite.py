@@ -469,7 +469,7 @@ def run_shard(root: Path, chosen: list[str], k: str, options: dict[str, Any]) ->
                 *(["-k", k] if k else []),
             ]  # fmt: skip
             done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode >= 0:
+        if done.returncode not in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT):
             break
         options = {**options, "resume": True}  # the process was killed: go on behind the test that ended it
     return "" if done.returncode in (0, 1, 5) else (done.stdout + done.stderr)[-1500:]

@@ -6,7 +6,7 @@
     python tools/simulator_docs.py --check    exit 1 when the page is not current
 
 Stored: bench/simulator_calibration.json (tools/simulator_calibration.py --json), bench/simulator_speed.json
-(python -m sparse_mla.testing.simulator_bench --json), bench/nki_library.json (tools/nki_library_suite.py --summary).
+(sparse-mla bench --op simulator --out), bench/nki_library.json (tools/nki_library_suite.py --summary).
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def _demo_layers(backend: str | None, quick: bool, only: str | None, given: tupl
 
 
 @commands.command()
-@click.option("--op", help="Only this operator.")
+@click.option("--op", help="Only this operator; `simulator` times the Trainium simulator itself.")
 @click.option(
     "--backend", type=click.Choice(BACKENDS), help="Only this backend; the reference is timed only when named."
 )
@@ -222,6 +222,13 @@ def bench(
     from .testing.check import require
     from .testing.contestants import is_torch
 
+    if op == "simulator":
+        from .testing import simulator_bench
+
+        if backend or case_name or threads or cost or baseline or scaling or cpu_time or plot:
+            raise click.UsageError("--op simulator takes --quick and --out only.")
+        click.echo(simulator_bench.report(small=quick, out=out))
+        return
     require(op, backend)
     if cost:
         if backend != "simulated":

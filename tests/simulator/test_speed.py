@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from sparse_mla import cli
 from sparse_mla.simulator import SimulatorParams, run
 from sparse_mla.testing import simulator_bench as bench
 
@@ -27,6 +31,25 @@ def test_matmul_is_an_eighth_of_the_limit(measured: dict[str, bench.Measurement]
 def test_attention_keeps_its_share_of_the_limit(measured: dict[str, bench.Measurement]) -> None:
     m = measured["attention"]
     assert m.full / m.instructions < 3 * bench.LIMITS["attention 14,000 instructions"] / 14_000
+
+
+def test_the_bench_command_times_the_simulator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def measurements(*, small: bool) -> list[bench.Measurement]:
+        asked.append(small)
+        return [bench.Measurement(name="matmul 2048^3", instructions=2_000, full=0.5, bare=0.4)]
+
+    monkeypatch.setattr(bench, "measurements", measurements)
+    out = tmp_path / "rows.json"
+    done = CliRunner().invoke(cli.commands, ["bench", "--op", "simulator", "--quick", "--out", str(out)])
+    assert (done.exit_code, asked) == (0, [True]), done.output
+    assert "matmul 2048^3" in done.output
+    assert "250.0" in done.output  # microseconds per instruction
+    assert json.loads(out.read_text())[0]["full"] == 0.5
+    refused = CliRunner().invoke(cli.commands, ["bench", "--op", "simulator", "--threads", "1"])
+    assert refused.exit_code == 2
+    assert "--quick and --out only" in refused.output
 
 
 def test_fixed_cost_per_instruction(measured: dict[str, bench.Measurement]) -> None:

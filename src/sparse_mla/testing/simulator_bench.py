@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast the simulator itself is: two kernels, with and without checks and time, and the fixed cost of instructions.
 
-    python -m sparse_mla.testing.simulator_bench            # all of it, about a minute
-    python -m sparse_mla.testing.simulator_bench --small    # a quarter of the sizes
+    sparse-mla bench --op simulator            # all of it, about a minute
+    sparse-mla bench --op simulator --quick    # a quarter of the sizes
 
 The kernels are ordinary NKI: a tiled matrix multiply, and attention of a few heads over gathered rows, row by row.
 """
@@ -26,7 +26,17 @@ from ..simulator import SimulatorParams
 from ..simulator import isa as nisa
 from ..simulator import language as nl
 
-__all__ = ["LIMITS", "Measurement", "attention", "attention_arguments", "main", "matmul", "matmul_arguments", "measure"]
+__all__ = [
+    "LIMITS",
+    "Measurement",
+    "attention",
+    "attention_arguments",
+    "main",
+    "matmul",
+    "matmul_arguments",
+    "measure",
+    "report",
+]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -221,24 +231,30 @@ def measurements(*, small: bool = False, rounds: int = 3) -> list[Measurement]:
     ]
 
 
+def report(*, small: bool = False, out: Path | None = None) -> str:
+    """Measure and describe in a table; `out`: also write the rows to this JSON file."""
+    measured = measurements(small=small)
+    lines = [
+        f"{'kernel':32s}{'instructions':>13s}{'s':>8s}{'bare s':>8s}{'checks+time':>12s}{'us each':>9s}{'limit':>10s}"
+    ]
+    for m in measured:
+        limit = LIMITS.get(m.name)
+        text = "" if limit is None else f"{limit:.0f} s" if limit >= 1 else f"{limit * 1e6:.0f} us"
+        lines.append(
+            f"{m.name:32s}{m.instructions:13,d}{m.full:8.2f}{m.bare:8.2f}{100 * m.share:10.0f} %{m.microseconds:9.1f}"
+            f"{text:>10s}"
+        )
+    if out is not None:
+        out.write_text(json.dumps([asdict(m) for m in measured], indent=1) + "\n", encoding="utf-8")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a quarter of the sizes")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
-    measured = measurements(small=options.small)
-    print(
-        f"{'kernel':32s}{'instructions':>13s}{'s':>8s}{'bare s':>8s}{'checks+time':>12s}{'us each':>9s}{'limit':>10s}"
-    )
-    for m in measured:
-        limit = LIMITS.get(m.name)
-        text = "" if limit is None else f"{limit:.0f} s" if limit >= 1 else f"{limit * 1e6:.0f} us"
-        print(
-            f"{m.name:32s}{m.instructions:13,d}{m.full:8.2f}{m.bare:8.2f}{100 * m.share:10.0f} %{m.microseconds:9.1f}"
-            f"{text:>10s}"
-        )
-    if options.json:
-        options.json.write_text(json.dumps([asdict(m) for m in measured], indent=1) + "\n", encoding="utf-8")
+    print(report(small=options.small, out=options.json))
 
 
 if __name__ == "__main__":
