@@ -587,6 +587,14 @@ class Sizes(nl.NKIObject):
 
 
 @dataclass
+class Own(nl.NKIObject):
+    rows: int
+
+    def __init__(self, twice: int) -> None:
+        self.rows = 2 * twice
+
+
+@dataclass
 class Bare(nl.NKIObject):
     rows = None
     columns = 3
@@ -597,6 +605,7 @@ def test_a_dataclass_without_all_fields_is_refused_as_in_python_or_warned_about_
         sizes = Sizes(rows=2)  # type: ignore[call-arg]
         assert sizes.unused is None
         assert Sizes(1, 2, 3).unused == 2
+        assert Own(2).rows == Own(twice=2).rows == 4
         return get(put(x)[: sizes.rows, : sizes.columns])
 
     x = np.ones((4, 8), np.float32)

@@ -9,8 +9,9 @@ a scalar index is turned into a plain one when an instruction executes; a vector
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Sequence
-from dataclasses import MISSING
 from enum import StrEnum
 from typing import Any, NoReturn
 
@@ -28,22 +29,25 @@ __all__ = ["DynamicSlice", "MemoryRegion", "NKIObject", "NkiTensor", "VirtualReg
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
+@functools.cache
+def _parameters(cls: type) -> tuple[tuple[str, ...], frozenset[str]]:
+    """(all parameters of making one, those without a default)."""
+    init = next(c.__dict__["__init__"] for c in cls.__mro__ if "__init__" in c.__dict__)
+    taken = list(inspect.signature(init).parameters.values())[1:]
+    plain = [p for p in taken if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return tuple(p.name for p in plain), frozenset(p.name for p in plain if p.default is p.empty)
+
+
 class _Fields(type):
     """Under aws_compat a dataclass is made as the device's tracer makes it, not as Python does: fields may be left out
     (they are None), and class attributes without an annotation are fields too."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        fields = cls.__dict__.get("__dataclass_fields__")
-        if fields is None or not _compat():
+        if "__dataclass_fields__" not in cls.__dict__ or not _compat():
             return super().__call__(*args, **kwargs)
-        given = [f for f in fields.values() if f.init][: len(args)]
-        needed = {
-            f.name
-            for f in fields.values()
-            if f.init and f not in given and f.default is MISSING and f.default_factory is MISSING
-        }
-        left_out = sorted(needed - set(kwargs))
-        bare = {name: kwargs.pop(name) for name in list(kwargs) if name not in fields and hasattr(cls, name)}
+        parameters, needed = _parameters(cls)
+        left_out = sorted(needed - set(parameters[: len(args)]) - set(kwargs))
+        bare = {name: kwargs.pop(name) for name in list(kwargs) if name not in parameters and hasattr(cls, name)}
         machine = running()
         if machine is not None and (left_out or bare):
             text = f"without {', '.join(left_out)}" if left_out else f"with {', '.join(bare)}, which have no annotation"
