@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -29,9 +31,77 @@ def folder(name: str) -> Path:
     return Path(given)
 
 
+@pytest.fixture(scope="module")
+def suite() -> Any:
+    spec = importlib.util.spec_from_file_location("nki_library_suite", ROOT / "tools" / "nki_library_suite.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Item:
+    """What the suite needs of a pytest item."""
+
+    def __init__(self, function: str, *sizes: int) -> None:
+        self.nodeid = f"test/integration/nkilib/core/thing/test_a.py::T::{function}[{'-'.join(map(str, sizes))}]"
+        self.callspec = SimpleNamespace(params={"sizes": sizes})
+
+
+def test_the_suite_runs_the_cheapest_function_and_its_smallest_test_next(suite: Any) -> None:
+    cheap, dear = [Item("cheap", n) for n in (4, 1, 2)], [Item("dear", n) for n in (8, 16)]
+    tried = {cheap[1].nodeid: {"state": "too slow", "seconds": 0.0, "limit": 0.0}}
+    queue = suite.Queue([*dear, *cheap], tried)
+    names = []
+    while (item := queue.next()) is not None:
+        queue.done(item, 1.0 if item in cheap else 50.0, slow=item in dear)
+        names.append(item.nodeid.split("::")[-1])
+    # the test of size 1 was tried before, so it comes last
+    assert names == ["cheap[2]", "dear[8]", "cheap[4]", "cheap[1]", "dear[16]"]
+    queue = suite.Queue([Item("slow", n) for n in range(1, 9)], {})
+    for _ in range(3):
+        queue.done(queue.next(), 9.0, slow=True)
+    assert queue.next() is None  # three too slow in a row: the function rests
+
+
+def test_the_suite_keeps_final_states(suite: Any, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    rows = [("a", "passed", 0), ("b", "failed", 0), ("c", "too slow", 10), ("d", "too slow", 30), ("e", "not run", 0)]
+    lines = [json.dumps({"test": t, "state": s, "limit": limit, "reason": "", "seconds": 0}) for t, s, limit in rows]
+    gone = json.dumps({"test": "f", "state": "gone"})
+    out.write_text("\n".join([*lines, json.dumps({"test": "f", "state": "passed"}), gone]) + "\n")
+    found = suite.load(out)
+    assert list(found) == ["a", "b", "c", "d", "e"]
+    run = object.__new__(suite.Suite)
+    run.limit, run.resume, run.again = 30.0, True, set()
+    assert [t for t, row in found.items() if not run.final(row)] == ["c", "e"]
+    run.again = {"failed"}
+    assert [t for t, row in found.items() if not run.final(row)] == ["b", "c", "e"]
+    run.resume = False
+    assert not any(run.final(row) for row in found.values())
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "expired", "no_memory", "expected"),
+    [
+        ("passed", "", False, False, "passed"),
+        ("passed", "", True, False, "too slow"),  # a negative test that met the limit instead of its error
+        ("failed", "Validation failed for ['out']", False, False, "failed"),
+        ("failed", "InferenceException: ", False, True, "too slow"),
+        ("failed", "Unable to allocate 8.00 GiB for an array", False, False, "too slow"),
+        ("failed", "nc_matmul_mx: not simulated", False, False, "needs trn3"),
+        ("failed", "'PerRankLazyInputGenerator' object has no attribute 'items'", False, False, "needs collectives"),
+        ("failed", "IndentationError: unexpected indent", False, False, "excluded"),
+    ],
+)
+def test_the_suite_says_why(suite: Any, state: str, reason: str, expired: bool, no_memory: bool, expected: str) -> None:
+    assert suite.classify(state, reason, expired, no_memory)[0] == expected
+
+
 def test_nki_library_families_pass() -> None:
     root = folder("NKI_LIBRARY_DIR")
-    command = [sys.executable, ROOT / "tools" / "nki_library_suite.py", *QUICK_FAMILIES, "--seconds-per-family", "60"]
+    command = [sys.executable, ROOT / "tools" / "nki_library_suite.py", *QUICK_FAMILIES, "--seconds", "120"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "NKI_LIBRARY_DIR": str(root)}
     )
