@@ -364,7 +364,7 @@ def _merge_partials(call: MergePartialsCall, backend: str) -> tuple[torch.Tensor
     factor = torch.where(lonely, 0.0, 1.0 / total)
     lse = torch.where(lonely, torch.inf, peak + torch.log(total))
     if attn_sink is not None:
-        factor = factor / (1.0 + torch.exp(attn_sink - torch.where(lonely, 0.0, lse)))  # as the reference, bit for bit
+        factor = factor / (1.0 + torch.exp(attn_sink - torch.where(lonely, 0.0, lse)))  # as the reference has it
     merged = torch.where(empty[0].unsqueeze(2), 0.0, outs[0].float() * weight[0].unsqueeze(2))
     for part in range(1, len(outs)):
         merged = merged + torch.where(empty[part].unsqueeze(2), 0.0, outs[part].float() * weight[part].unsqueeze(2))
