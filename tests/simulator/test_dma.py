@@ -464,6 +464,21 @@ def test_indirect_transpose_rules(index: Any, rows: int, dims: Any, kw: dict[str
     assert caught.value.check == 35  # type: ignore[attr-defined]
 
 
+def test_a_transpose_with_descriptors_made_in_advance_takes_static_addresses() -> None:
+    def kernel(x: Any, row: Any) -> Any:
+        dst = nl.ndarray((64, 32), nl.bfloat16)
+        nisa.dma_transpose(dst=dst, src=x[0], dge_mode=NODGE)
+        if row is not None:
+            nisa.dma_transpose(dst=dst, src=x.select(0, put(row)), dge_mode=NODGE)
+        return get(dst)
+
+    x = random((2, 32, 64), BF16)
+    assert (bits(launch(kernel, x, None).value) == bits(x[0].T)).all()
+    with pytest.raises(KernelError, match=r"dge_mode\.none takes static addresses only") as caught:
+        launch(kernel, x, np.ones((1, 1), np.int32))
+    assert caught.value.check == 32  # type: ignore[attr-defined]
+
+
 def test_transposes_end_in_sbuf() -> None:
     def kernel(x: Any) -> None:
         nisa.dma_transpose(dst=nl.ndarray((128, 16), nl.bfloat16, nl.private_hbm), src=x)

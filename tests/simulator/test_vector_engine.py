@@ -456,6 +456,18 @@ def test_scalar_tensor_tensor(ops: tuple[str, str], reverse: tuple[bool, bool]) 
     same(out, cast(values, BF16))
 
 
+def test_scalar_tensor_tensor_takes_an_operand_of_any_float_type() -> None:
+    """The page asks for float32 in tensor_scalar only; published kernels scale by a bfloat16 column here."""
+
+    def kernel(x: Any, y: Any, column: Any) -> Any:
+        dst = nl.ndarray(x.shape, nl.float32)
+        nisa.scalar_tensor_tensor(dst, put(x), nl.multiply, put(column), nl.add, put(y))
+        return get(dst)
+
+    x, y, column = random((128, 40)), random((128, 40), seed=1), random((128, 1), BF16, seed=2)
+    assert (launch(kernel, x, y, column).value == x * column.astype(np.float32) + y).all()
+
+
 SCAN_OPS = {
     "add": np.add,
     "multiply": np.multiply,

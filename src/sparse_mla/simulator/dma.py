@@ -356,8 +356,11 @@ def dma_transpose(
             m.fail(35, f"src {src.brief()}: the last dim must be at most {last}")
         if dge_mode is Dge.hwdge:
             _hwdge_transpose_rules(m, src, indirect)
-        elif dge_mode not in ((Dge.unknown, Dge.swdge) if indirect else (Dge.unknown,)):
-            m.fail(35, f"dge_mode must be unknown or {'swdge' if indirect else 'hwdge'}, got {describe(dge_mode)}")
+        elif dge_mode not in ((Dge.unknown, Dge.swdge) if indirect else (Dge.unknown, Dge.none)):
+            legal = "unknown or swdge" if indirect else "unknown, none or hwdge"
+            m.fail(35, f"dge_mode must be {legal}, got {describe(dge_mode)}")
+        if dge_mode is Dge.none and (dst is not dst0 or src is not src0):
+            m.fail(32, "dge_mode.none takes static addresses only")
         if indirect:
             _indirect_transpose_rules(m, src)
         alignment = target.quadrant  # bytes
