@@ -15,6 +15,7 @@ from sparse_mla.attention import V41Config
 from sparse_mla.caches import gather_records, scatter_records
 from sparse_mla.formats import INDEX_FP4, V41_FP4, V41_FP8, encode
 
+pytestmark = pytest.mark.timeout(1800)  # the reference takes minutes for the fixture
 TOKENS, ROWS = 200_000, 64
 CONFIG = replace(V41Config.tiny(), index_topk=512, candidate_topk_blocks=2048, max_position_embeddings=1 << 18)
 LAYERS = (2, 20, 24)
