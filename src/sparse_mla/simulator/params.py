@@ -30,7 +30,8 @@ class SimulatorParams:
 
     aws_compat: bool = False
     """True: relax SBUF capacity, overlap of addressed tiles, unnamed shared_hbm on two cores and uninitialised reads to
-    the behaviour of the vendor's simulator; for running third-party kernels."""
+    the behaviour of the vendor's simulator, and make dataclasses as published kernels expect: fields may be left out,
+    and attributes without an annotation are fields. For running third-party kernels."""
 
     timing: bool = True
     """False: no time estimate is made and instruction records are not kept."""

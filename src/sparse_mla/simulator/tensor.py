@@ -39,8 +39,8 @@ def _parameters(cls: type) -> tuple[tuple[str, ...], frozenset[str]]:
 
 
 class _Fields(type):
-    """Under aws_compat a dataclass is made as the device's tracer makes it, not as Python does: fields may be left out
-    (they are None), and class attributes without an annotation are fields too."""
+    """Under aws_compat a dataclass is made as published kernels expect of the device's tracer, not as Python does:
+    fields may be left out (they are None), and class attributes without an annotation are fields too."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if "__dataclass_fields__" not in cls.__dict__ or not _compat():
