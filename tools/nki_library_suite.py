@@ -317,7 +317,10 @@ class Suite:
         collected = {item.nodeid for item in session.items}
         if self.shard == 0:
             for test in collected - set(rows):
-                self.write(test, "not run", "not reached")
+                if family_of(test) == "experimental/collectives":
+                    self.write(test, "needs collectives", "the family runs on several devices")
+                else:
+                    self.write(test, "not run", "not reached")
             if not session.config.option.keyword:
                 # Combinations that the library drew in another run, whose draw depends on the files collected with
                 # it: those that ran stay.
@@ -426,7 +429,7 @@ def classify(state: str, reason: str, expired: bool, no_memory: bool) -> tuple[s
             return "needs trn3", reason
         if "collective" in lower or "perranklazy" in lower:  # inputs per rank: the test runs on several devices
             return "needs collectives", reason
-    return state, reason
+    return ("excluded" if state == "not run" else state), reason  # what else is skipped, the library skips by itself
 
 
 def pytest_configure(config: Any) -> None:

@@ -93,6 +93,8 @@ def test_the_suite_keeps_final_states(suite: Any, tmp_path: Path) -> None:
         ("failed", "nc_matmul_mx: not simulated", False, False, "needs trn3"),
         ("failed", "'PerRankLazyInputGenerator' object has no attribute 'items'", False, False, "needs collectives"),
         ("failed", "IndentationError: unexpected indent", False, False, "excluded"),
+        ("not run", "Skipped: only one combination is run", False, False, "excluded"),
+        ("not run", "Skipped: MX Quantization is only supported on TRN3.", False, False, "needs trn3"),
     ],
 )
 def test_the_suite_says_why(suite: Any, state: str, reason: str, expired: bool, no_memory: bool, expected: str) -> None:
