@@ -344,6 +344,7 @@ const Case CASES[] = {
     {"six rows, five heads", 1, 6, 5, {FP8, FP4}, {128, 512}, 64, true, false, true, false, 3, true},
     {"twenty-one rows, eight heads", 1, 21, 8, {FP8, FP4}, {128, 300}, 64, false, false, true, false, 0, true},
     {"six rows, sixteen heads", 1, 6, 16, {FP8, FP4}, {64, 200}, 64, false, false, true, false, 0},
+    {"three short rows of a wide list", 3, 1, 16, {FP8, FP4}, {400, 400}, 64, false, true, false, false, 60},
     {"twelve heads", 1, 1, 12, {FP8, BF16}, {100, 801}, 3, false, false, true, true, 0},
     {"sixteen heads", 1, 5, 16, {FP8, FP4}, {128, 512}, 64, false, false, true, false, 3},
     {"seventeen heads", 2, 1, 17, {FP8, FP4}, {61, 0}, 64, false, false, true, false, 3},
