@@ -62,6 +62,9 @@ def drawn_case(source: random.Random) -> Any:
     base = source.choice([c for c in ALL_CASES if c.op == op and not c.is_bench_only and c.flops <= 60_000_000])
     changes = {name: source.choice(values) for name, values in DRAWS[op].items() if source.random() < 0.5}
     case = replace(base, **changes, name=f"{base.name}~{source.getrandbits(32):08x}")
+    width = getattr(case, "width", None)
+    if width is not None:  # the result must have a column for every key
+        case = replace(case, width=max(width, case.context))
     try:
         if case.flops > 100_000_000 or case.nbytes > 50_000_000:
             return None
