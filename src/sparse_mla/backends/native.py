@@ -86,7 +86,7 @@ def peak_flops(threads: int = 1) -> float:
     target = _target_number(config.get("SPARSE_MLA_CPU_TARGET"))
     if threads == 1:
         return float(_native.peak_loop(target, PEAK_ROUNDS))
-    rounds = 10 * PEAK_ROUNDS  # so that starting threads does not count
+    rounds = 200 * PEAK_ROUNDS  # so that neither starting threads nor OpenMP's, which spin for a while, count
     with ThreadPoolExecutor(threads) as pool:
         return float(sum(pool.map(_native.peak_loop, [target] * threads, [rounds] * threads)))
 
