@@ -26,7 +26,7 @@ from sparse_mla.testing.scaling import Point, ScalingRow, Sweep, decode_case, ma
 from sparse_mla.testing.timing import Roofs
 
 PNG = b"\x89PNG\r\n\x1a\n"
-ROOFS = Roofs(peak_gflops=1000.0, gemm_gflops=1000.0, read_gbs=100.0, copy_gbs=100.0)
+ROOFS = Roofs(peak_gflops=1000.0, gemm_gflops=1000.0, read_gbs=100.0)
 SMALL = [
     Sweep(
         name="context",
@@ -131,7 +131,7 @@ def test_the_nearest_roof_bounds() -> None:
     assert (compute.pct_peak, compute.pct_gather, compute.bound_by) == (50.0, 25.0, "arithmetic")
     memory = scaling._row(sweep, 0, taken, "native", ROOFS._replace(peak_gflops=4 * gflops), 2 * gbs)
     assert (memory.pct_peak, memory.pct_gather, memory.bound_by) == (25.0, 50.0, "gathering")
-    gemm = scaling._row(sweep, 0, taken, "native", Roofs(None, 2 * gflops, 4 * gbs, 1.0), None)
+    gemm = scaling._row(sweep, 0, taken, "native", Roofs(None, 2 * gflops, 4 * gbs), None)
     assert (gemm.pct_peak, gemm.pct_gemm, gemm.pct_stream, gemm.bound_by) == (None, 50.0, 25.0, "arithmetic")
 
 

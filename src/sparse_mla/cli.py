@@ -163,8 +163,8 @@ def _demo_layers(backend: str | None, quick: bool, only: str | None, given: tupl
         def show(what: str, done: int, total: int) -> None:
             nonlocal said
             progress.update(task, description=what, completed=done, total=total)
-            if what != said and not progress.console.is_terminal:  # a log shows no progress bar
-                click.echo(f"{what}, {total} to do", err=True)
+            if what != said:
+                _log(progress, f"{what}, {total} to do")
             said = what
 
         for preset in PRESETS if only is None else (only,):
@@ -269,8 +269,7 @@ def bench(
             if written is not None:
                 written.write(json_line(row))
                 written.flush()
-            if not progress.console.is_terminal:  # a log shows no progress bar
-                click.echo(f"{row.op} {row.case} {row.backend} {row.threads}t: {row.median_us:.1f} us", err=True)
+            _log(progress, f"{row.op} {row.case} {row.backend} {row.threads}t: {row.median_us:.1f} us")
     table = _table(
         "operator",
         "case",
@@ -343,6 +342,12 @@ def _write_report(plot: Path, rows: list[BenchRow], **given: Any) -> None:
         command = shlex.join(["sparse-mla", *sys.argv[1:]])
         path = make_report(plot, rows, command=command, on_step=partial(_advance, progress, task), **given)
     click.echo(f"wrote {path}")
+
+
+def _log(progress: Progress, text: str) -> None:
+    """A line on standard error where it is a file or a pipe, which shows no progress bar."""
+    if not progress.console.is_terminal:
+        click.echo(text, err=True)
 
 
 def _advance(progress: Progress, task: TaskID, name: str) -> None:

@@ -41,11 +41,11 @@ from .rotation import HOT_BYTES, rotation
 from .timing import (
     Action,
     Roof,
-    Roofs,
     Timing,
+    best_rate,
     gather_roof,
+    gemm_roof,
     interleave,
-    measure_roofs,
     num_threads,
     peak_roof,
     stream_roof,
@@ -203,15 +203,15 @@ def run_plan(
 ) -> Iterator[BenchRow]:
     """Measure the rows of a plan, each handed out as soon as it is known: a full plan takes half an hour.
     `compiled=False` leaves torch.compile out, which takes seconds per case."""
-    machine: dict[int, Roofs] = {}
+    gemm: dict[int, float] = {}  # Gflop/s by threads
     commit = _commit()
     for entry in entries:
         problems = rotation(entry.case, entry.footprint_bytes)
         counts = [n for n in entry.threads if n in (threads or entry.threads)]
         for count in counts:
             on_row(f"{entry.case.op} {entry.name} {count}t")
-            if count not in machine:
-                machine[count] = measure_roofs(count)
+            if count not in gemm:
+                gemm[count] = best_rate(gemm_roof(), count)
             roofs = _roofs(entry, count)
             if compiled:
                 torch._dynamo.reset()  # else the contestants' few functions run into the limit of variants per function
@@ -221,7 +221,7 @@ def run_plan(
                     continue
                 turns = actions | {name: roof.action for name, roof in roofs.items()}
                 timings = interleave(turns, rounds=rounds, min_seconds=min_seconds)
-            yield from _rows(entry, count, timings, roofs, machine[count], commit)
+            yield from _rows(entry, count, timings, roofs, gemm[count], commit)
 
 
 def _roofs(entry: Entry, threads: int) -> dict[str, Roof]:
@@ -294,7 +294,7 @@ def _overhead(case: Case, problems: list[Problem], implementation: Implementatio
 
 
 def _rows(
-    entry: Entry, threads: int, timings: dict[str, Timing], roofs: dict[str, Roof], machine: Roofs, commit: str
+    entry: Entry, threads: int, timings: dict[str, Timing], roofs: dict[str, Roof], gemm_gflops: float, commit: str
 ) -> Iterator[BenchRow]:
     case = entry.case
     work = {"roof_peak": case.flops, "roof_stream": case.nbytes, "roof_gather": case.nbytes}
@@ -319,11 +319,11 @@ def _rows(
             gflops=round(gflops, 3),
             gbs=round(case.nbytes / timing.median_us / 1e3, 3),
             pct_peak=shares.get("roof_peak"),
-            pct_gemm=round(100 * gflops / machine.gemm_gflops, 2) if case.flops else None,
+            pct_gemm=round(100 * gflops / gemm_gflops, 2) if case.flops else None,
             pct_stream=shares["roof_stream"],
             pct_gather=shares.get("roof_gather"),
             ratio_vs=ratios,
-            roof_gemm_gflops=round(machine.gemm_gflops, 2),
+            roof_gemm_gflops=round(gemm_gflops, 2),
             commit=commit,
         )
 

@@ -32,13 +32,13 @@ def pool(score: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
     return torch.where((score == -torch.inf).all(dim=-2), 0.0, product.sum(dim=-2))
 
 
-FEW_ROUNDINGS = 4
+FEW_ROUNDINGS = 2
 
 
 def judge_pooled(actual: torch.Tensor, expected: torch.Tensor, ratio: float) -> list[str]:
     """Bits for an implementation that promises them, else one step of bfloat16 (or 2e-6 in float32) and upstream's
     bound. That bound was made for large results: in a small one a single rounding that falls the other way exceeds it,
-    so a few may."""
+    so one or two may."""
     if ratio == 0 and actual.dtype == expected.dtype:
         return numeric.equal("rows", actual, expected)
     if actual.dtype == torch.bfloat16:
@@ -46,7 +46,7 @@ def judge_pooled(actual: torch.Tensor, expected: torch.Tensor, ratio: float) -> 
         tiny = (actual.double() - expected.double()).abs() < 1e-6
         rounded = expected.to(torch.bfloat16)
         reasons = numeric.within_ulp("rows", torch.where(tiny, rounded, actual), expected)
-        if reasons or ((actual != rounded) & ~tiny).sum() <= max(FEW_ROUNDINGS, actual.numel() // 500):
+        if reasons or ((actual != rounded) & ~tiny).sum() <= FEW_ROUNDINGS:
             return reasons
         return numeric.within_diff("rows", actual, rounded, numeric.POOL_DIFF)
     return numeric.by_element("rows", actual, expected, numeric.Rule(1e-6, 2e-6, numeric.POOL_DIFF))

@@ -35,7 +35,7 @@ from .contestants import CONTESTANTS
 from .index_cases import IndexTopkCase
 from .pages import Pages
 from .rotation import rotation
-from .timing import Action, Roofs, Timing, interleave, measure_gather, measure_roofs, num_threads
+from .timing import Action, Roofs, Timing, best_rate, gather_roof, interleave, measure_roofs, num_threads
 
 __all__ = ["Point", "ScalingRow", "Sweep", "markdown", "run_sweeps", "scratch_bytes", "sweeps", "write_scaling"]
 
@@ -226,7 +226,8 @@ def run_sweeps(
                 measured[point.threads] = roofs(point.threads, clock=clock)
             record = Entry(case=point.case).record_bytes
             if record is not None and (record, point.threads) not in gathers:
-                gathers[record, point.threads] = measure_gather(record, footprint_bytes, point.threads, clock=clock)
+                roof = gather_roof(record, footprint_bytes)
+                gathers[record, point.threads] = best_rate(roof, point.threads, clock=clock)
             gather = None if record is None else gathers[record, point.threads]
             yield _row(sweep, number, taken, name, measured[point.threads], gather)
 

@@ -23,9 +23,10 @@ __all__ = [
     "Roof",
     "Roofs",
     "Timing",
+    "best_rate",
     "gather_roof",
+    "gemm_roof",
     "interleave",
-    "measure_gather",
     "measure_roofs",
     "num_threads",
     "peak_roof",
@@ -169,43 +170,39 @@ def gather_roof(record_bytes: int, footprint_bytes: int) -> Roof:
     return Roof(lambda i: torch.index_select(memory, 0, chosen[i % 32], out=buffer), 4096 * record_bytes)
 
 
-class Roofs(NamedTuple):
-    """What this machine can do at most, at one thread count. None: not measurable here."""
-
-    peak_gflops: float | None  # register-only loop of the native target's widest dot or FMA
-    gemm_gflops: float  # torch 2048^3, in bfloat16 (oneDNN) or in float32 where that is faster
-    read_gbs: float
-    copy_gbs: float  # bytes read plus bytes written
+def gemm_roof() -> Roof:
+    """torch's own matrix product, in bfloat16 (oneDNN) or in float32 where that is faster."""
+    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE).to(product_dtype()) for _ in range(2))
+    return Roof(lambda _: torch.mm(a, b), 2 * GEMM_SIZE**3)
 
 
-def measure_roofs(threads: int, *, rounds: int = 5, clock: Callable[[], float] = time.perf_counter) -> Roofs:
-    """The roofs that do not depend on a case, the best of some rounds."""
-    with num_threads(threads):
-        a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE).to(product_dtype()) for _ in range(2))
-        roofs = {
-            "gemm": Roof(lambda _: torch.mm(a, b), 2 * GEMM_SIZE**3),
-            "read": stream_roof(copy=False),
-            "copy": stream_roof(copy=True),
-        }
-        peak = peak_roof(threads)
-        if peak is not None:
-            roofs["peak"] = peak
-        actions = {name: roof.action for name, roof in roofs.items()}
-        taken = interleave(actions, rounds=rounds, min_seconds=0.002, clock=clock)
-        rates = {name: roofs[name].work / min(timing.rounds_us) / 1e3 for name, timing in taken.items()}
-        return Roofs(rates.get("peak"), rates["gemm"], rates["read"], rates["copy"])
-
-
-def measure_gather(
-    record_bytes: int,
-    footprint_bytes: int,
+def best_rate(
+    roof: Roof,
     threads: int,
     *,
     rounds: int = 5,
+    min_seconds: float = 0.01,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """GB/s of `gather_roof`, the best of some rounds."""
-    roof = gather_roof(record_bytes, footprint_bytes)
+    """Gflop/s or GB/s of a roof that takes no turns with anybody: the best of some rounds."""
     with num_threads(threads):
-        taken = interleave({"gather": roof.action}, rounds=rounds, min_seconds=0.01, clock=clock)["gather"]
+        taken = interleave({"roof": roof.action}, rounds=rounds, min_seconds=min_seconds, clock=clock)["roof"]
     return roof.work / min(taken.rounds_us) / 1e3
+
+
+class Roofs(NamedTuple):
+    """What this machine can do at most, at one thread count. None: not measurable here."""
+
+    peak_gflops: float | None
+    gemm_gflops: float
+    read_gbs: float
+
+
+def measure_roofs(threads: int, *, clock: Callable[[], float] = time.perf_counter) -> Roofs:
+    """The roofs that do not depend on a case."""
+    peak = peak_roof(threads)
+    return Roofs(
+        None if peak is None else best_rate(peak, threads, clock=clock),
+        best_rate(gemm_roof(), threads, clock=clock),
+        best_rate(stream_roof(copy=False), threads, clock=clock),
+    )
