@@ -59,6 +59,17 @@ def bit_field(words, kind, shape, shift, mask):
     return field
 
 
+def e4m3_fields(words, kind, shape, repeat, parity):
+    """(magnitude, sign) of the even (parity 0) or odd e4m3 bytes of every word, where float16 lanes hold them."""
+    if parity == 0:
+        magnitude = bit_field(words=words, kind=kind, shape=shape, shift=7, mask=0x7F * repeat)
+        sign = bit_field(words=words, kind=kind, shape=shape, shift=8, mask=0x80 * repeat)
+    else:
+        magnitude = bit_field(words=words, kind=kind, shape=shape, shift=-1, mask=0x3F80 * repeat)
+        sign = bit_field(words=words, kind=kind, shape=shape, shift=0, mask=0x8000 * repeat)
+    return magnitude, sign
+
+
 def join_fields(dst, magnitude, sign):
     """dst = magnitude | sign."""
     nisa.tensor_tensor(dst=dst, data1=magnitude, data2=sign, op=nl.bitwise_or, engine=nisa.engine.vector)
@@ -113,8 +124,7 @@ def scale_factors_e4m3(raw, chunks, groups):
     shape = (P, chunks, groups)
     wide = nl.ndarray(shape=shape, dtype=nl.uint16, buffer=nl.sbuf)
     nisa.tensor_copy(dst=wide, src=raw, engine=nisa.engine.vector)
-    magnitude = bit_field(words=wide, kind=nl.uint16, shape=shape, shift=7, mask=0x7F)
-    sign = bit_field(words=wide, kind=nl.uint16, shape=shape, shift=8, mask=0x80)
+    magnitude, sign = e4m3_fields(words=wide, kind=nl.uint16, shape=shape, repeat=1, parity=0)
     signed = nl.ndarray(shape=shape, dtype=nl.uint16, buffer=nl.sbuf)
     join_finite(dst=signed, magnitude=magnitude, sign=sign)
     factors = nl.ndarray(shape=shape, dtype=nl.float32, buffer=nl.sbuf)
@@ -160,12 +170,9 @@ def decode_e4m3_integer(dst, data, factors, groups, lanes, engine):
     kind, repeat = word_kind(lanes=lanes, byte_pairs=True)
     words = data.view(kind)
     shape = (P, chunks, words.shape[2])
-    magnitude = bit_field(words=words, kind=kind, shape=shape, shift=7, mask=0x7F * repeat)
-    sign = bit_field(words=words, kind=kind, shape=shape, shift=8, mask=0x80 * repeat)
-    join_fields(dst=codes[:, 0, :, :].view(kind), magnitude=magnitude, sign=sign)
-    magnitude = bit_field(words=words, kind=kind, shape=shape, shift=-1, mask=0x3F80 * repeat)
-    sign = bit_field(words=words, kind=kind, shape=shape, shift=0, mask=0x8000 * repeat)
-    join_fields(dst=codes[:, 1, :, :].view(kind), magnitude=magnitude, sign=sign)
+    for parity in range(2):
+        magnitude, sign = e4m3_fields(words=words, kind=kind, shape=shape, repeat=repeat, parity=parity)
+        join_fields(dst=codes[:, parity, :, :].view(kind), magnitude=magnitude, sign=sign)
     for parity in range(2):
         scale_groups(
             dst=dst.reshape_dim(2, (groups, length, 2))[:, :, :, :, parity],

@@ -31,6 +31,7 @@ from .decode_records import (
     E4M3_RAISE,
     bit_field,
     decode_e4m3_native,
+    e4m3_fields,
     join_fields,
     join_finite,
     scale_factors_ue8m0,
@@ -142,12 +143,7 @@ def decode_e4m3_finite(dst, data, factors):
     words = data.view(kind)
     shape = (P, chunks, words.shape[2])
     for parity in range(2):
-        if parity == 0:
-            magnitude = bit_field(words=words, kind=kind, shape=shape, shift=7, mask=0x7F * repeat)
-            sign = bit_field(words=words, kind=kind, shape=shape, shift=8, mask=0x80 * repeat)
-        else:
-            magnitude = bit_field(words=words, kind=kind, shape=shape, shift=-1, mask=0x3F80 * repeat)
-            sign = bit_field(words=words, kind=kind, shape=shape, shift=0, mask=0x8000 * repeat)
+        magnitude, sign = e4m3_fields(words=words, kind=kind, shape=shape, repeat=repeat, parity=parity)
         codes = nl.ndarray(shape=shape, dtype=kind, buffer=nl.sbuf)
         join_finite(dst=codes, magnitude=magnitude, sign=sign)
         apply_factors(dst=dst, codes=codes.view(nl.float16), factors=factors, parity=parity)

@@ -23,7 +23,6 @@ from .timing import Action, product_dtype
 __all__ = ["CONTESTANTS", "Maker", "is_torch"]
 
 Maker = Callable[[Any, Sequence[Problem]], Action]
-Decoder = Callable[[torch.Tensor, RecordFormat], torch.Tensor]
 
 
 def is_torch(name: str) -> bool:

@@ -24,7 +24,6 @@ __all__ = ["HOT_BYTES", "rotation", "touched_bytes"]
 
 HOT_BYTES = 9 << 20  # inside any last-level cache this library is used with
 DISTINCT = 4096  # records or pages that are really encoded
-RotatingCase = DecodeCase | IndexLogitsCase | StoreCase | LoadCase
 
 
 def touched_bytes(case: Case) -> int:
