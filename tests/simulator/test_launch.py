@@ -208,6 +208,34 @@ def test_barrier_makes_the_other_half_visible() -> None:
         launch(kernel, x, False, grid=2)
 
 
+def test_a_barrier_that_names_a_tile_is_refused_or_only_waits_with_aws_compat() -> None:
+    def kernel(x: Any) -> Any:
+        core = nl.program_id(0)
+        middle = nl.ndarray(x.shape, x.dtype, nl.shared_hbm, name="middle")
+        out = nl.ndarray(x.shape, x.dtype, nl.shared_hbm, name="out")
+        tile = put(x[core])
+        nisa.dma_copy(dst=middle[core], src=tile)
+        nisa.core_barrier(data=tile, cores=(0, 1))
+        nisa.dma_copy(dst=out[core], src=put(middle[1 - core]))
+        return out
+
+    x = random((2, 4, 4))
+    with pytest.raises(KernelError, match=r"data must be a shared_hbm tensor, got \(4, 4\) float32 SBUF"):
+        launch(kernel, x, grid=2)
+    done = launch(kernel, x, grid=2, aws_compat=True)
+    assert (done.value == x[::-1]).all()
+    assert 45 in checks_of(done)
+
+
+@pytest.mark.parametrize("cores", [0, (0,), (1, 2)])
+def test_a_barrier_of_other_cores_is_refused(cores: Any) -> None:
+    def kernel() -> None:
+        nisa.core_barrier(data=nl.ndarray((4, 4), nl.float32, nl.shared_hbm, name="x"), cores=cores)
+
+    with pytest.raises(KernelError, match=r"cores must be \(0, 1\), got \("):
+        launch(kernel, grid=2)
+
+
 @pytest.mark.parametrize("engine", [nisa.dma_engine.dma, nisa.dma_engine.gpsimd_dma])
 def test_sendrecv_swaps(engine: Any) -> None:
     def kernel(x: Any) -> Any:

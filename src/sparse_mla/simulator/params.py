@@ -29,9 +29,9 @@ class SimulatorParams:
     """True: what some front ends accept and hardware was seen to refuse is an error, not a warning."""
 
     aws_compat: bool = False
-    """True: relax SBUF capacity, overlap of addressed tiles, unnamed shared_hbm on two cores and uninitialised reads to
-    the behaviour of the vendor's simulator, and make dataclasses as published kernels expect: fields may be left out,
-    and attributes without an annotation are fields. For running third-party kernels."""
+    """True: relax SBUF capacity, overlap of addressed tiles, what two cores may share and name in a barrier, and
+    uninitialised reads to the behaviour of the vendor's simulator, and make dataclasses as published kernels expect:
+    fields may be left out, and attributes without an annotation are fields. For running third-party kernels."""
 
     timing: bool = True
     """False: no time estimate is made and instruction records are not kept."""
