@@ -82,6 +82,34 @@ def test_the_suite_keeps_final_states(suite: Any, tmp_path: Path) -> None:
     assert not any(run.final(row) for row in found.values())
 
 
+def test_the_suite_knows_tests_on_several_devices_before_it_runs_them(suite: Any, tmp_path: Path) -> None:
+    items = [Item("one", 1), Item("spread", 2), Item("spread", 3), Item("ran", 4)]
+    for item, devices in zip(items, (1, 2, 2, 2), strict=True):
+        item.callspec.params["config"] = SimpleNamespace(KVDP=devices)
+    run = object.__new__(suite.Suite)
+    run.path, run.limit, run.resume, run.again, run.shard, run.shards = tmp_path / "rows", 30.0, True, set(), 0, 1
+    run.path.touch()
+    run.write(items[2].nodeid, "not run", "not reached")  # by a run that did not know
+    run.write(items[3].nodeid, "passed")
+    option = SimpleNamespace(keyword="")
+    run.pytest_collection_finish(SimpleNamespace(items=items, config=SimpleNamespace(option=option)))
+    states = [row["state"] for row in suite.load(run.path).values()]
+    assert sorted(states) == ["needs collectives", "needs collectives", "not run", "passed"]
+    assert run.queue.next() is items[0]
+    assert run.queue.next() is None
+
+
+def test_the_suite_says_nothing_about_tests_its_caller_left_out(suite: Any, tmp_path: Path) -> None:
+    run = object.__new__(suite.Suite)
+    run.path, run.limit, run.shard = tmp_path / "rows", 30.0, 0
+    run.path.touch()
+    item: Any = Item("left", 1)
+    for keyword, count in (("other", 0), ("", 1)):
+        item.config = SimpleNamespace(option=SimpleNamespace(keyword=keyword))
+        run.pytest_deselected([item])
+        assert len(suite.load(run.path)) == count
+
+
 @pytest.mark.parametrize(
     ("state", "reason", "expired", "no_memory", "expected"),
     [
@@ -93,6 +121,13 @@ def test_the_suite_keeps_final_states(suite: Any, tmp_path: Path) -> None:
         ("failed", "nc_matmul_mx: not simulated", False, False, "needs trn3"),
         ("failed", "'PerRankLazyInputGenerator' object has no attribute 'items'", False, False, "needs collectives"),
         ("failed", "IndentationError: unexpected indent", False, False, "excluded"),
+        (
+            "failed",
+            "size of tensor a (384) must match the size of tensor b (3) at non-singleton",
+            False,
+            False,
+            "excluded",
+        ),
         ("not run", "Skipped: only one combination is run", False, False, "excluded"),
         ("not run", "Skipped: MX Quantization is only supported on TRN3.", False, False, "needs trn3"),
     ],
