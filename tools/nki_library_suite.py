@@ -47,6 +47,7 @@ SNAPSHOT = "aws-neuron/nki-library at d2ad3a57 (2026-04-13)"
 TESTS = Path("test/integration/nkilib")
 RESTARTS = 20  # of a process that a test killed
 SUITE = "NKI_SUITE"  # how the command hands its options to the plugin
+UNTRIED = 4.0  # seconds that a kind of test is taken to cost before one of it ran
 RUNNING = "ended the process that ran it"  # stands when nothing is written after it
 REQUIRED = (
     "core/cumsum", "core/max", "core/embeddings", "core/rmsnorm", "core/subkernels", "experimental/conv",
@@ -234,10 +235,10 @@ class Queue:
         for item in sorted(items, key=lambda item: (item.nodeid in earlier, size_of(item)), reverse=True):
             self.left.setdefault(self.name(item), []).append(item)
         for name in self.left:
-            self.cost[name] = 0.0
+            self.cost[name] = UNTRIED
         for test, row in rows.items():  # in the order of their ends: the last one tells most
-            if (name := test.split("[")[0]) in self.left and row.get("limit"):
-                self.cost[name] = row["seconds"] or row["limit"] * (row["state"] == "too slow")
+            if (name := test.split("[")[0]) in self.left and row["state"] in ("passed", "failed", "too slow"):
+                self.cost[name] = row.get("limit", 30.0) if row["state"] == "too slow" else row["seconds"]
 
     @staticmethod
     def name(item: Any) -> str:
@@ -497,13 +498,13 @@ def run_shard(root: Path, chosen: list[str], k: str, options: dict[str, Any]) ->
 
 
 def load(path: Path) -> dict[str, dict[str, Any]]:
-    """The last line of each test."""
+    """The last line of each test, in the order of those lines."""
     rows: dict[str, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        rows[row["test"]] = row
-        if row["state"] == "gone":
-            del rows[row["test"]]
+        rows.pop(row["test"], None)
+        if row["state"] != "gone":
+            rows[row["test"]] = row
     return rows
 
 
