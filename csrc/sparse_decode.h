@@ -29,6 +29,11 @@ struct AttentionScope {
     const int32_t* topk_length;  // [b] or nullptr: columns at or past it are ignored
 };
 
+// Where a record is.
+struct Address {
+    const uint8_t *data, *scales;
+};
+
 struct AttentionParams {
     const uint16_t* q;  // [b, s_q, h_q, 512] bfloat16, last dimension contiguous
     int64_t q_stride_b, q_stride_s, q_stride_h;  // elements

@@ -13,6 +13,7 @@ constexpr TargetId THIS_TARGET = TargetId::AVX2;
 #include "decode_f32.inc"
 #include "vector_avx2.inc"
 #include "attention_f32.inc"
+#include "attention_direct_avx2.inc"
 #include "attention.inc"
 #include "merge_partials.inc"
 #include "index_avx2.inc"

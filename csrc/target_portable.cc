@@ -10,6 +10,7 @@ constexpr TargetId THIS_TARGET = TargetId::PORTABLE;
 
 #include "vector_portable.inc"
 #include "attention_f32.inc"
+#include "attention_direct_none.inc"
 #include "attention.inc"
 #include "merge_partials.inc"
 #include "index_portable.inc"
