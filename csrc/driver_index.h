@@ -115,7 +115,10 @@ struct IndexTest {
         std::vector<uint8_t> cache(size_t(pages) * page * f.record_bytes()), q(size_t(rows * heads * q_bytes)), sf(size_t(rows * heads * 4));
         for (auto& b : cache) b = uint8_t(draws.next());
         for (auto& b : q) b = uint8_t(draws.next());
-        for (auto& b : sf) b = uint8_t(126 + (draws.below(10) ? draws.below(3) : draws.below(9)));
+        // Rows whose scales fit into bytes, rows whose sums are shifted, and rows that go by floats.
+        constexpr int SPREADS[3] = {4, 7, 9};
+        for (size_t i = 0; i < sf.size(); ++i)
+            sf[i] = uint8_t(126 + (draws.below(10) ? draws.below(3) : draws.below(SPREADS[i / size_t(heads * 4) % 3])));
         for (int p = 0; p < pages; ++p) {
             uint8_t* scales = cache.data() + size_t(p) * page * f.record_bytes() + page * f.data_bytes;
             for (int i = 0; i < page * 4; ++i) scales[i] = uint8_t(125 + (draws.below(20) ? draws.below(3) : draws.below(12)));
