@@ -9,7 +9,7 @@
     python tools/nki_library_suite.py --table results.jsonl        # the table again, without running anything
 
 The library has a simulation mode that expects a simulator under names of its own; this file puts ours there, provides
-the few functions of `neuron_dtypes` its tests use, and runs the tests with limits of processor time and memory: always
+the few functions of `neuron_dtypes` its tests use, and runs the tests with limits of time and memory: always
 the cheapest kind of test next, and of a kind the smallest. Each test is a line in --out, so a run can be continued.
 Nothing of the library is copied; its outputs go to a temporary directory.
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import collections
 import enum
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -39,6 +40,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pluggy import HookimplMarker
 
 hookimpl = HookimplMarker("pytest")
@@ -46,6 +48,7 @@ hookimpl = HookimplMarker("pytest")
 SNAPSHOT = "aws-neuron/nki-library at d2ad3a57 (2026-04-13)"
 TESTS = Path("test/integration/nkilib")
 RESTARTS = 20  # of a process that a test killed
+FULL = 75  # exit code of a process that is to be replaced: tests leave memory behind, half of its limit is in use
 SUITE = "NKI_SUITE"  # how the command hands its options to the plugin
 UNTRIED = 4.0  # seconds that a kind of test is taken to cost before one of it ran
 RUNNING = "ended the process that ran it"  # stands when nothing is written after it
@@ -216,6 +219,11 @@ def several_devices(item: Any) -> str:
     return ""
 
 
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+
+
 class TooSlow(BaseException):
     """The test's time is up."""
 
@@ -268,8 +276,8 @@ class Suite:
         self.path = Path(given["out"])
         self.expired = self.no_memory = False
         self.states: dict[str, str] = {}
-        bytes_ = int(given["gigabytes"] * 2**30)
-        resource.setrlimit(resource.RLIMIT_DATA, (bytes_, bytes_))
+        self.memory = int(given["gigabytes"] * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (self.memory, self.memory))
 
     def write(self, test: str, state: str, reason: str = "", seconds: float = 0.0) -> None:
         line = {"test": test, "state": state, "seconds": round(seconds, 2), "limit": self.limit, "reason": reason}
@@ -350,15 +358,18 @@ class Suite:
     def pytest_runtestloop(self, session: Any) -> bool:
         if session.config.option.collectonly:
             return True
-        end = time.process_time() + self.seconds
+        end = time.monotonic() + self.seconds
         item = self.queue.next()
         while item is not None:
-            following = self.queue.next() if time.process_time() < end else None
+            following = self.queue.next() if time.monotonic() < end else None
             started = time.process_time()
             self.write(item.nodeid, "too slow", RUNNING)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             self.queue.done(item, time.process_time() - started, self.states.get(item.nodeid) == "too slow")
             item = following
+            if item is not None and resident() > self.memory / 2 and (gc.collect() or resident() > self.memory / 2):
+                session.exitstatus = FULL
+                pytest.exit("half of the memory is in use", returncode=FULL)
         return True
 
     def alarm(self, *_: Any) -> None:
@@ -471,7 +482,9 @@ def run_shard(root: Path, chosen: list[str], k: str, options: dict[str, Any]) ->
     """Run one process's share of the tests; returns the end of pytest's output when it could not even start."""
     here = Path(__file__).resolve().parent
     files = [str(path) for family in chosen for path in sorted((root / TESTS / family).glob("test_*.py"))]
-    for _ in range(RESTARTS):
+    end, killed = time.monotonic() + options["seconds"], 0
+    while killed < RESTARTS and time.monotonic() < end:
+        options = {**options, "seconds": end - time.monotonic()}
         with tempfile.TemporaryDirectory(prefix="nki-suite-") as scratch:
             environment = {
                 **os.environ,
@@ -491,10 +504,11 @@ def run_shard(root: Path, chosen: list[str], k: str, options: dict[str, Any]) ->
                 *(["-k", k] if k else []),
             ]  # fmt: skip
             done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode not in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT):
+        if done.returncode not in (FULL, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT):
             break
-        options = {**options, "resume": True}  # the process was killed: go on behind the test that ended it
-    return "" if done.returncode in (0, 1, 5) else (done.stdout + done.stderr)[-1500:]
+        killed += done.returncode != FULL
+        options = {**options, "resume": True, "again": []}  # go on behind the test that ended it
+    return "" if done.returncode in (0, 1, 5, FULL) else (done.stdout + done.stderr)[-1500:]
 
 
 def load(path: Path) -> dict[str, dict[str, Any]]:
@@ -565,7 +579,7 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="skip tests of --out with a final state")
     parser.add_argument("--again", nargs="*", default=[], choices=STATES, help="states that --resume runs once more")
     parser.add_argument("--seconds-per-test", type=float, default=30.0, help="processor time")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="processor time of each process")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="for all of it, by the clock")
     parser.add_argument("--gigabytes", type=float, default=6.0, help="memory of each process")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("-k", default="", help="only tests that match, as pytest's -k")

@@ -55,7 +55,7 @@ def test_the_suite_runs_the_cheapest_function_and_its_smallest_test_next(suite: 
     queue = suite.Queue([*dear, *cheap], tried)
     names = []
     while (item := queue.next()) is not None:
-        queue.done(item, 1.0 if item in cheap else 50.0, slow=item in dear)
+        queue.done(item, 5.0 if item in cheap else 50.0, slow=item in dear)
         names.append(item.nodeid.split("::")[-1])
     # the test of size 1 was tried before, so it comes last
     assert names == ["cheap[2]", "dear[8]", "cheap[4]", "cheap[1]", "dear[16]"]
