@@ -15,7 +15,7 @@ constexpr TargetId THIS_TARGET = TargetId::AVX512BF16;
 #include "vector_avx512.inc"
 #include "decode_avx512.inc"
 #include "attention_bf16.inc"
-#include "attention_direct_none.inc"
+#include "attention_direct_avx512bf16.inc"
 #include "attention.inc"
 #include "merge_partials.inc"
 #include "index_avx512bf16.inc"
