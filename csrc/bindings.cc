@@ -4,13 +4,28 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <cstring>
 #include <memory>
 #include <new>
+#include <stdexcept>
+#include <string>
+#include <utility>
 
 #include "targets.h"
+#include "torch_operator.h"
 
 namespace nb = nanobind;
 using namespace sparse_mla;
+
+// pybind11's base of exceptions that set the Python error themselves; torch's Python side is built with pybind11 and lets them through.
+// Declared as pybind11 declares it (unchanged since 2.0), because a catch clause goes by the name of the type.
+namespace pybind11 {
+class builtin_exception : public std::runtime_error {
+public:
+    using std::runtime_error::runtime_error;
+    virtual void set_error() const = 0;
+};
+}  // namespace pybind11
 
 namespace {
 
@@ -258,6 +273,115 @@ bool load_records(int target, int num_threads, const nb::tuple& cache, uintptr_t
     return true;
 }
 
+// --- torch's operator: what torch_operator.cc asks of Python ---
+
+struct DropWithGil {
+    void operator()(PyObject* object) const {
+        const nb::gil_scoped_acquire gil;
+        Py_DECREF(object);
+    }
+};
+
+// A Python error on its way through torch's C++ to Python: it arrives there as the same object. C++ callers see its text.
+class PythonError final : public pybind11::builtin_exception {
+public:
+    PythonError(nb::object error, const char* text) : builtin_exception(text), error_(error.release().ptr(), DropWithGil()) {}
+    void set_error() const override { PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error_.get())), error_.get()); }
+
+private:
+    std::shared_ptr<PyObject> error_;
+};
+
+// With the GIL held.
+[[noreturn]] void raise_through_torch(nb::object error) {
+    const nb::object text = nb::steal(PyObject_Str(error.ptr()));
+    if (!text.is_valid()) PyErr_Clear();
+    const std::string words = text.is_valid() ? nb::cast<std::string>(text) : "an error without words";
+    throw PythonError(std::move(error), words.c_str());
+}
+
+template <typename Function>
+auto asking_python(Function function) {
+    const nb::gil_scoped_acquire gil;
+    try {
+        return function();
+    } catch (nb::python_error& error) {
+        raise_through_torch(nb::borrow(error.value()));
+    }
+}
+
+// Of one process; never freed, since torch may call until the end.
+struct TorchSide {
+    nb::object page_layout, target;      // functions of backends/native.py
+    nb::object environment, variable;    // where the text of SPARSE_MLA_CPU_TARGET lies: config.place_of
+    PyObject* text = nullptr;            // the text last seen, kept alive: another text is another object
+    int number = -1;                     // the target it names
+    void* library = nullptr;
+};
+TorchSide* torch_side = nullptr;
+thread_local PyObject* left_error = nullptr;
+
+int ask_target() {
+    return asking_python([] {
+        TorchSide& side = *torch_side;
+        PyObject* text = nullptr;
+        if (!side.environment.is_none()) {
+            text = PyDict_GetItemWithError(side.environment.ptr(), side.variable.ptr());
+            if (text == side.text && side.number >= 0) return side.number;
+        }
+        const int number = nb::cast<int>(side.target());
+        Py_XINCREF(text);
+        Py_XDECREF(side.text);
+        side.text = text;
+        side.number = side.environment.is_none() ? -1 : number;
+        return number;
+    });
+}
+
+nb::tuple tuple_of(const int64_t* values, int64_t count) {
+    nb::list list;
+    for (int64_t i = 0; i < count; ++i) list.append(values[i]);
+    return nb::tuple(list);
+}
+
+PageLayout ask_page_layout(const CacheKey& key) {
+    return asking_python([&] {
+        const nb::tuple answer = nb::cast<nb::tuple>(torch_side->page_layout(
+            tuple_of(key.sizes, key.dim), tuple_of(key.strides, key.dim), CACHE_DTYPES[key.dtype], tuple_of(key.geometry, GEOMETRY_SIZE)));
+        const nb::tuple t = nb::cast<nb::tuple>(answer[1]);
+        return PageLayout{item(answer, 0), item(t, 0), item(t, 1), item(t, 2), item(t, 3), item(t, 4), item(t, 5), item(t, 6)};
+    });
+}
+
+bool error_is_left() { return left_error != nullptr; }
+
+void raise_left() {
+    const nb::gil_scoped_acquire gil;
+    raise_through_torch(nb::steal(std::exchange(left_error, nullptr)));
+}
+
+void raise_status(Status status) {
+    asking_python([&] {
+        if (status == Status::OUT_OF_MEMORY) PyErr_NoMemory();
+        nb::raise_python_error();  // INTERRUPTED: poll_signals left the error set
+    });
+}
+
+constexpr PythonSide PYTHON_SIDE{ask_target, ask_page_layout, error_is_left, raise_left, raise_status, &POLL_SIGNALS};
+
+// False: torch refused.
+bool register_torch(const nb::tuple& addresses, const std::string& key, nb::object page_layout, nb::object target, nb::object environment,
+                    nb::object variable) {
+    Fields f{addresses};
+    uintptr_t list[sizeof(TorchFunctions) / sizeof(uintptr_t)];
+    for (uintptr_t& address : list) address = uintptr_t(f.integer());
+    TorchFunctions functions;
+    std::memcpy(&functions, list, sizeof functions);
+    torch_side = new TorchSide{std::move(page_layout), std::move(target), std::move(environment), std::move(variable)};
+    torch_side->library = register_torch_operator(functions, PYTHON_SIDE, key.c_str());
+    return torch_side->library != nullptr;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -303,6 +427,17 @@ NB_MODULE(_native, m) {
     m.def("project", &project);
     m.def("store_records", &store_records);
     m.def("load_records", &load_records);
+    m.def("torch_functions", [] {
+        nb::list names;
+        for (const char* name : TORCH_FUNCTION_NAMES) names.append(name);
+        return names;
+    }, "Names of the functions of torch's C interface that the operator needs, in the order of `register_torch_operator`.");
+    m.def("register_torch_operator", &register_torch, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
+    m.def("unregister_torch_operator", [] { unregister_torch_operator(torch_side->library); });
+    m.def("leave_error", [](nb::object error) {
+        PyObject* before = std::exchange(left_error, error.release().ptr());
+        Py_XDECREF(before);
+    }, "The error that the operator raises once sparse_decode_native_in_python, which it called on this thread, has returned.");
     m.def("decode_index", [](int target, int kind, uintptr_t data, uintptr_t scales, uintptr_t out) {
         operators(target).index.decode_index(RecordKind(kind), reinterpret_cast<const uint8_t*>(data), reinterpret_cast<const uint8_t*>(scales),
                                              reinterpret_cast<float*>(out));

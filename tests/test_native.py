@@ -292,8 +292,10 @@ def child(code: str, timeout: float, **variables: str) -> subprocess.CompletedPr
 FORK = """
 import os, signal, torch
 import test_native as t
+from sparse_mla.ops.sparse_decode import SparseDecodeCall
 torch.set_num_threads(2)
 call = t.make_call(4, 1, 64)
+arguments = SparseDecodeCall.check(**call).flat()
 q, kv = torch.randn(8, 4, 512).bfloat16(), torch.randn(64, 1, 512).bfloat16()
 lists = torch.randint(0, 64, (8, 1, 32), dtype=torch.int32)
 
@@ -301,7 +303,8 @@ def everything():
     part = t.sparse_prefill(q, kv, lists, backend="native")
     merged = t.merge_partials([part.out], [part.lse], backend="native")
     # torch itself must not compute here: its own threads are gone in the child too.
-    return [bytes(x.untyped_storage()) for x in (*t.run(call), *part, *merged)]
+    operated = torch.ops.sparse_mla.sparse_decode_native(*arguments)
+    return [bytes(x.untyped_storage()) for x in (*t.run(call), *operated, *part, *merged)]
 
 before = everything()
 pid = os.fork()

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from .errors import ArgumentError
 
-__all__ = ["VARIABLES", "Variable", "constant_in_graphs", "describe", "environment", "get", "override"]
+__all__ = ["VARIABLES", "Variable", "constant_in_graphs", "describe", "environment", "get", "override", "place_of"]
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -191,6 +191,12 @@ VARIABLES: dict[str, Variable[Any]] = {
 def get(name: str) -> Any:
     """The value of one variable, read now. KeyError for a name that is not ours."""
     return VARIABLES[name].read()
+
+
+def place_of(name: str) -> tuple[Any, bytes]:
+    """Where the text of a variable lies, for compiled code that asks at each call whether it changed: (the dict of
+    bytes, or None where there is none, its key)."""
+    return _TABLE, VARIABLES[name].key
 
 
 @contextmanager

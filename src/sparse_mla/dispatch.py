@@ -37,6 +37,7 @@ __all__ = [
     "Tolerance",
     "backend_names",
     "explain",
+    "implement",
     "opaque",
     "presence",
 ]
@@ -359,14 +360,21 @@ DISPATCH_KEY = "CompositeExplicitAutograd"  # one plain implementation for every
 
 
 def opaque(
-    stem: str, backend: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]
+    stem: str, backend: str, schema: str, function: Callable[..., Any] | None, fake: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Register `function` as the torch operator `sparse_mla::<stem>_<backend>` with the argument list `schema`,
     opaque to the
-    compiler; `fake` computes the outputs' shapes. Returns the callable operator."""
+    compiler; `fake` computes the outputs' shapes. Returns the callable operator. Without a function the operator waits
+    for `implement`, or for a kernel that is registered in C++."""
     name = f"{stem}_{backend}"
     _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.needs_exact_strides,))
-    _LIBRARY.impl(name, function, DISPATCH_KEY)
+    if function is not None:
+        implement(stem, backend, function)
     torch.library.register_fake(f"sparse_mla::{name}", fake, lib=_LIBRARY)
     operator: Callable[..., Any] = getattr(torch.ops.sparse_mla, name).default
     return operator
+
+
+def implement(stem: str, backend: str, function: Callable[..., Any]) -> None:
+    """Make `function` what the torch operator `sparse_mla::<stem>_<backend>` runs."""
+    _LIBRARY.impl(f"{stem}_{backend}", function, DISPATCH_KEY)

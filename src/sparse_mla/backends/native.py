@@ -26,8 +26,7 @@ from ..formats import FORMATS
 from ..memory import with_huge_pages
 from ..ops.merge_partials import MERGE_PARTIALS, MergePartialsCall, fake_merge
 from ..ops.merge_partials import SCHEMA as MERGE_SCHEMA
-from ..ops.sparse_decode import SCHEMA as DECODE_SCHEMA
-from ..ops.sparse_decode import SPARSE_DECODE, SparseDecodeCall, check_slots, fake_attention
+from ..ops.sparse_decode import SPARSE_DECODE, SparseDecodeCall, check_slots
 from ..ops.sparse_prefill import SCHEMA as PREFILL_SCHEMA
 from ..ops.sparse_prefill import SPARSE_PREFILL, SparsePrefillCall, check_lengths, fake_prefill
 
@@ -325,7 +324,9 @@ def _merge_partials(
 
 
 def _register() -> None:
-    decode = opaque("sparse_decode", "native", DECODE_SCHEMA, _sparse_decode, fake_attention)
+    from . import native_operator
+
+    decode = native_operator.register()
     prefill = opaque("sparse_prefill", "native", PREFILL_SCHEMA, _sparse_prefill, fake_prefill)
     merge = opaque("merge_partials", "native", MERGE_SCHEMA, _merge_partials, fake_merge)
 
