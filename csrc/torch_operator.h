@@ -60,7 +60,7 @@ constexpr const char* TORCH_FUNCTION_NAMES[] = {SPARSE_MLA_TORCH_FUNCTIONS(SPARS
 static_assert(sizeof(TorchFunctions) == sizeof(TORCH_FUNCTION_NAMES));
 
 constexpr int MAX_CACHE_DIM = 5;
-constexpr int GEOMETRY_SIZE = 6;  // integers of PagedCache.geometry
+constexpr int GEOMETRY_SIZE = 4;  // integers of PagedCache.geometry
 
 // A cache may be a tensor of these; CacheKey::dtype is the place in this list.
 constexpr const char* CACHE_DTYPES[] = {"uint8", "int8", "float8_e4m3fn", "bfloat16"};

@@ -580,6 +580,20 @@ def test_any_geometry_round_trips(
         assert torch.equal(record, memory[where] if slot >= 0 else torch.zeros_like(record))
 
 
+@pytest.mark.parametrize("fmt", [V41_FP8, V41_FP4, INDEX_FP4], ids=str)
+@pytest.mark.parametrize("e4m3_max", [448, 224])
+@pytest.mark.parametrize("layout", ["interleaved", "planar"])
+@pytest.mark.parametrize("inside", [{}, {"block_stride": 9000, "region_offset": 96}])
+def test_geometry_holds_all_but_the_tensor(
+    fmt: RecordFormat, e4m3_max: int, layout: str, inside: dict[str, int]
+) -> None:
+    data = torch.zeros(90_000, dtype=torch.uint8) if inside else torch.zeros(2, 7, 1, fmt.record_bytes).byte()
+    cache = PagedCache(data, fmt, 7, layout=layout, e4m3_max=e4m3_max, **inside)
+    again = PagedCache.from_geometry(data, cache.geometry)
+    for name in ("format", "page_size", "layout", "e4m3_max", "region_offset", "block_stride"):
+        assert getattr(again, name) == getattr(cache, name), name
+
+
 # What a cache says of itself, and what it refuses
 
 

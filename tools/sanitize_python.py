@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("tests/test_native.py", "tests/test_native_index.py")
+TESTS = ("tests/test_native.py", "tests/test_native_operator.py", "tests/test_native_index.py")
 # Tests of the build itself, which look at object files and start compilers.
 NOT_THE_CORE = "not target_file and not emulated and not address_sanitizer"
 

@@ -196,25 +196,22 @@ class PagedCache:
 
     @property
     def geometry(self) -> tuple[int, ...]:
-        """All but the tensor as integers, for opaque operators, whose schema has no room for objects."""
-        return (
-            _format_number(self.format),
-            self.page_size,
-            LAYOUTS.index(self.layout),
-            self.e4m3_max,
-            self.region_offset,
-            -1 if self.block_stride is None else self.block_stride,
-        )
+        """All but the tensor as integers, for opaque operators, whose schema has no room for objects: what is never
+        symbolic in one, page size, region offset, block stride. torch takes 0.12 us to hand over each."""
+        kind = (_format_number(self.format) * len(E4M3_CAPS) + E4M3_CAPS.index(self.e4m3_max)) * len(LAYOUTS)
+        stride = -1 if self.block_stride is None else self.block_stride
+        return kind + LAYOUTS.index(self.layout), self.page_size, self.region_offset, stride
 
     @classmethod
     def from_geometry(cls, data: Tensor, geometry: Sequence[int]) -> PagedCache:
         """The cache whose `geometry` that is, over `data`."""
-        number, page_size, layout, e4m3_max, region_offset, block_stride = geometry
+        kind, page_size, region_offset, block_stride = geometry
+        fmt, e4m3_max, layout = geometry_kind(kind)
         return cls(
             data,
-            _NUMBERED_FORMATS[number],
+            fmt,
             page_size,
-            layout=LAYOUTS[layout],
+            layout=layout,
             e4m3_max=e4m3_max,
             region_offset=region_offset,
             block_stride=None if block_stride < 0 else block_stride,
@@ -394,6 +391,13 @@ def _format_number(fmt: RecordFormat) -> int:
         if known is fmt:
             return number
     raise FormatError(f"PagedCache.geometry: format must be one of {', '.join(FORMATS)}, got {fmt}.")
+
+
+def geometry_kind(kind: int) -> tuple[RecordFormat, int, str]:
+    """(format, e4m3_max, layout) of the first integer of a `PagedCache.geometry`."""
+    rest, layout = divmod(kind, len(LAYOUTS))
+    number, cap = divmod(rest, len(E4M3_CAPS))
+    return _NUMBERED_FORMATS[number], E4M3_CAPS[cap], LAYOUTS[layout]
 
 
 @config.constant_in_graphs

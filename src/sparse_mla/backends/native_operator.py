@@ -67,7 +67,7 @@ def _passes_its_trial(operator: Any) -> bool:
     def attempt() -> None:
         wrong = torch.zeros(1)
         try:
-            operator(wrong, wrong, wrong, None, None, None, None, [0] * 6, 1.0, None, torch.bfloat16, 0, True)
+            operator(wrong, wrong, wrong, None, None, None, None, [0] * 4, 1.0, None, torch.bfloat16, 0, True)
         except SparseMlaError:
             found.append(True)
         except Exception:

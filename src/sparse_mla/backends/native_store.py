@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import _native  # type: ignore[attr-defined]
-from ..caches import PagedCache, check_slots
+from ..caches import PagedCache, check_slots, geometry_kind
 from ..dispatch import EXACT, Limits, Tolerance, opaque
 from ..errors import SparseMlaError
 from ..formats import ON_NONFINITE, encode
@@ -51,6 +51,7 @@ def _store_records(
 ) -> None:
     x, slots = _rows(x), slots.contiguous()
     place = _record_cache(cache, geometry)
+    _, e4m3_max, _ = geometry_kind(geometry[0])
     target, threads = _plan()
     outcome = _native.store_records(
         target,
@@ -62,7 +63,7 @@ def _store_records(
         slots.data_ptr(),
         slots.dtype == torch.int64,
         x.shape[0],
-        geometry[3],
+        e4m3_max,
         _TREATMENTS[on_nonfinite],
     )
     if outcome == 0:
