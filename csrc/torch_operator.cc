@@ -203,7 +203,7 @@ void* register_torch_operator(const TorchFunctions& functions, const PythonSide&
                                               torch.aoti_torch_dtype_float8_e4m3fn(), bfloat16};
     std::memcpy(cache_dtypes, listed, sizeof listed);
     void* library = nullptr;
-    if (torch.aoti_torch_library_init_impl("sparse_mla", key, __FILE__, __LINE__, &library)) return nullptr;
+    if (torch.aoti_torch_library_init_impl("sparse_mla", key, "csrc/torch_operator.cc", __LINE__, &library)) return nullptr;
     if (torch.torch_library_impl(library, "sparse_decode_native", sparse_decode, WRITTEN_FOR)) {
         torch.aoti_torch_delete_library_object(library);
         return nullptr;
