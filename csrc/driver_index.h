@@ -93,6 +93,26 @@ struct IndexTest {
         }
     }
 
+    // An output that goes around the caches, in items of huge pages, at an address that is none.
+    void large_load(RecordKind kind) {
+        constexpr int64_t N = 9000, SLOTS = 96, GUARD = 64;
+        std::vector<uint8_t> bytes, out[2];
+        const RecordCache cache = cache_over(bytes, kind, 16, SLOTS, false);
+        for (auto& byte : bytes) byte = uint8_t(draws.below(256));
+        std::vector<int64_t> slots(N);
+        for (auto& slot : slots) slot = draws.below(20) == 0 ? -1 : draws.below(SLOTS);
+        const size_t size = size_t(N) * RECORD_FORMATS[int(kind)].dim * 2;
+        uint8_t* begin[2];
+        for (int which = 0; which < 2; ++which) {
+            out[which].assign(size + 3 * GUARD, 0xa5);
+            begin[which] = out[which].data() + GUARD + (-reinterpret_cast<uintptr_t>(out[which].data()) & (GUARD - 1));
+            LoadParams load{cache, slots.data(), true, N, begin[which], false, {which ? 1 : 2, 0, nullptr}};
+            expect((which ? portable : ops).index.load_records(load) == Status::OK, "large load_records", int(kind));
+        }
+        expect(std::memcmp(begin[0], begin[1], size) == 0, "many loaded records", int(kind));
+        for (int i = 0; i < GUARD; ++i) expect(begin[0][-1 - i] == 0xa5 && begin[0][size + i] == 0xa5, "bytes around loaded records", int(kind));
+    }
+
     void decoders() {
         float out[INDEX_DIM];
         uint8_t data[INDEX_DIM], scales[4];
@@ -308,6 +328,7 @@ struct IndexTest {
     void run() {
         decoders();
         records();
+        for (const RecordKind kind : {RecordKind::V41_FP8, RecordKind::V41_FP4, RecordKind::BF16}) large_load(kind);
         for (const int heads : {1, 8, 20, 32}) scores(RecordKind::INDEX_FP4, heads, 3, 130, false);
         scores(RecordKind::INDEX_FP4, 1, 2, 300, true);
         for (const int heads : {1, 24, 33}) scores(RecordKind::INDEX_FP8, heads, 2, 70, false);
