@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparse_mla import allocate, memory
-from sparse_mla.memory import LARGE_BYTES, with_huge_pages
+from sparse_mla.memory import HUGE_PAGE_BYTES, LARGE_BYTES, empty_in_huge_pages, with_huge_pages
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -67,3 +67,19 @@ def test_compiled_code_allocates_without_a_graph_break() -> None:
         lambda: with_huge_pages(torch.zeros(2 * LARGE_BYTES, dtype=torch.uint8)), fullgraph=True, backend="aot_eager"
     )()
     assert not made.any()
+
+
+def test_large_results_begin_with_a_huge_page() -> None:
+    rows = 4 * LARGE_BYTES // 1024
+    large = empty_in_huge_pages((rows, 2, 256), torch.bfloat16)
+    assert large.shape == (rows, 2, 256)
+    assert large.is_contiguous()
+    assert not large._is_view()
+    if sys.platform == "linux":
+        assert large.data_ptr() % HUGE_PAGE_BYTES == 0
+        assert not SETTING.exists() or "hg" in flags(large.data_ptr())
+    large.fill_(1)
+    small = empty_in_huge_pages((LARGE_BYTES // 1024 - 1, 512), torch.bfloat16)
+    assert small.storage_offset() == 0
+    with FakeTensorMode():
+        assert empty_in_huge_pages((rows, 512), torch.bfloat16).shape == (rows, 512)

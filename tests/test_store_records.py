@@ -384,6 +384,39 @@ def test_opcheck(fmt):
     torch.library.opcheck(
         torch.ops.sparse_mla.load_records_reference.default, LoadRecordsCall.check(cache, slots).flat()
     )
+    call = LoadRecordsCall.check(cache, slots, out=torch.empty(3, fmt.elements, dtype=torch.bfloat16))
+    torch.library.opcheck(torch.ops.sparse_mla.load_records_into_reference.default, call.flat_into())
+
+
+@pytest.mark.parametrize("backend", LOADERS)
+def test_load_into_memory_of_the_caller(backend):
+    pages = Pages(num_pages=3, page_size=4)
+    pool = pages.empty(0)
+    cache, slots = pages.cache(pool), torch.tensor([[0, -1, 7], [11, 3, 0]])
+    store_records(rows(12, V41_FP8), cache, torch.arange(12))
+    expected = load_records(cache, slots, backend=backend)
+    around = torch.full((4, 3, 512), 5.0, dtype=torch.bfloat16)
+    out = around[1:3]
+    assert load_records(cache, slots, out=out, backend=backend) is out
+    assert torch.equal(out, expected)
+    assert bool((around[[0, 3]] == 5).all())
+    with pytest.raises(SlotRangeError):
+        load_records(cache, slots + 1, out=out.fill_(5), backend=backend)
+    assert bool((out == 5).all())
+
+
+def test_compiled_load_reaches_out():
+    pages = Pages(num_pages=2, page_size=4)
+    cache, slots = pages.cache(pages.empty(0)), torch.tensor([0, -1, 7])
+    store_records(rows(8, V41_FP8), cache, torch.arange(8))
+
+    def step(out):
+        return load_records(cache, slots, out=out) + 1
+
+    out = torch.empty(3, 512, dtype=torch.bfloat16)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(out)
+    assert torch.equal(out, load_records(cache, slots))
+    assert torch.equal(got, out + 1)
 
 
 def good():
@@ -427,6 +460,12 @@ def test_bad_input_of_load():
         ({"out_dtype": torch.float16}, ArgumentError),
         ({"cache": torch.zeros(3, 4, 1, 132, dtype=torch.uint8)}, FormatError),
         ({"cache": torch.zeros(3, 4, 1, 600, dtype=torch.uint8)}, FormatError),
+        ({"out": [0.0]}, DTypeError),
+        ({"out": torch.zeros(1, 512)}, DTypeError),
+        ({"out": torch.zeros(512, dtype=torch.bfloat16)}, ShapeError),
+        ({"out": torch.zeros(1, 1024, dtype=torch.bfloat16)[:, ::2]}, ShapeError),
+        ({"out": torch.zeros(1, 512, dtype=torch.bfloat16, requires_grad=True)}, DTypeError),
+        ({"out": torch.zeros(1, 512, dtype=torch.bfloat16, device="meta")}, ArgumentError),
     ):
         with pytest.raises(kind) as caught:
             load_records(**({"cache": cache, "slots": torch.tensor([0])} | change))

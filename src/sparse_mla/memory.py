@@ -9,16 +9,18 @@ pages to memory that asks for them, which is all that is done here: no value, la
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from functools import cache
 from typing import Any
 
 import torch
 
-__all__ = ["with_huge_pages"]
+__all__ = ["empty_in_huge_pages", "with_huge_pages"]
 
 LARGE_BYTES = 8 << 20  # below, the allocator recycles memory that is mapped already
 PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 << 20
 MADV_HUGEPAGE = 14  # <linux/mman.h>
 
 
@@ -45,3 +47,18 @@ def with_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
         end = (tensor.data_ptr() + tensor.nbytes) // PAGE_BYTES * PAGE_BYTES
         _madvise()(begin, end - begin, MADV_HUGEPAGE)
     return tensor
+
+
+def empty_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """`torch.empty` on the CPU; if it is large, it begins where a huge page does. An allocator's own place is in the
+    middle of one as a rule, and the ends outside whole huge pages, 2 MiB together, are then mapped in 512 steps."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if torch.compiler.is_compiling() or nbytes < LARGE_BYTES or _madvise() is None:
+        return torch.empty(shape, dtype=dtype)
+    memory = torch.empty(nbytes + HUGE_PAGE_BYTES, dtype=torch.uint8)
+    if type(memory) is not torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+    with_huge_pages(memory)
+    skipped = -memory.data_ptr() % HUGE_PAGE_BYTES // dtype.itemsize  # never written, and so no memory
+    strides = torch.empty(shape, dtype=dtype, device="meta").stride()
+    return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), skipped, shape, strides)

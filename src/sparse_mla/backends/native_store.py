@@ -12,11 +12,12 @@ from ..caches import PagedCache, check_slots, geometry_kind
 from ..dispatch import EXACT, Limits, Tolerance, opaque
 from ..errors import SparseMlaError
 from ..formats import ON_NONFINITE, encode
-from ..memory import with_huge_pages
+from ..memory import empty_in_huge_pages
 from ..ops.compress import COMPRESS, CompressCall, check_decode_step, fake_compress, prefill_plan
 from ..ops.compress import SCHEMA as COMPRESS_SCHEMA
-from ..ops.load_records import LOAD_DTYPES, LOAD_RECORDS, LoadRecordsCall, fake_load
+from ..ops.load_records import LOAD_DTYPES, LOAD_RECORDS, LoadRecordsCall, fake_load, fake_load_into
 from ..ops.load_records import SCHEMA as LOAD_SCHEMA
+from ..ops.load_records import SCHEMA_INTO as LOAD_SCHEMA_INTO
 from ..ops.rope import ROPE, RopeCall, check_positions, fake_rope
 from ..ops.rope import SCHEMA as ROPE_SCHEMA
 from ..ops.softmax_pool import POOL_DTYPES, SOFTMAX_POOL, SoftmaxPoolCall, fake_pool
@@ -84,8 +85,15 @@ def _load_records(
     out_dtype: torch.dtype,
     memory_limit: int,
 ) -> torch.Tensor:
+    out = empty_in_huge_pages((*slots.shape, elements), out_dtype)
+    _load_records_into(cache, slots, geometry, out, memory_limit)
+    return out
+
+
+def _load_records_into(
+    cache: torch.Tensor, slots: torch.Tensor, geometry: list[int], out: torch.Tensor, memory_limit: int
+) -> None:
     flat = slots.reshape(-1).contiguous()
-    out = with_huge_pages(torch.empty((*slots.shape, elements), dtype=out_dtype))
     target, threads = _plan()
     done = _native.load_records(
         target,
@@ -95,18 +103,17 @@ def _load_records(
         flat.dtype == torch.int64,
         flat.numel(),
         out.data_ptr(),
-        out_dtype == torch.float32,
+        out.dtype == torch.float32,
     )
     if not done:
         check_slots(PagedCache.from_geometry(cache, geometry), slots, op="load_records")
         raise SparseMlaError("load_records: the native core refused a slot that the reference accepts; this is a bug.")
-    return out
 
 
 def _softmax_pool(score: torch.Tensor, latent: torch.Tensor, out_dtype: torch.dtype, memory_limit: int) -> torch.Tensor:
     n, ratio, dim = score.shape
     score, latent = _rows(score), _rows(latent)
-    out = with_huge_pages(torch.empty((n, dim), dtype=out_dtype))
+    out = empty_in_huge_pages((n, dim), out_dtype)
     target, threads = _plan()
     fields = (
         score.data_ptr(),
@@ -140,7 +147,7 @@ def _compress(
     score, latent = _rows(score), _rows(latent)
     slots, lens = state_slots.to(torch.int64).contiguous(), context_lens.to(torch.int64).contiguous()
     cu = None if cu_seqlens_q is None else cu_seqlens_q.to(torch.int64).contiguous()
-    rows = with_huge_pages(torch.empty((num_out, dim), dtype=out_dtype))
+    rows = empty_in_huge_pages((num_out, dim), out_dtype)
     closes = torch.empty(num_out, dtype=torch.bool)
     positions = torch.empty(num_out, dtype=torch.int32)
     owners = torch.empty(num_out, dtype=torch.int32)
@@ -183,7 +190,7 @@ def _rope(
 ) -> torch.Tensor:
     n, h, d = x.shape
     x, positions, table = _rows(x), positions.contiguous(), _rows(table)
-    out = with_huge_pages(torch.empty((n, h, d), dtype=x.dtype))
+    out = empty_in_huge_pages((n, h, d), x.dtype)
     target, threads = _plan()
     fields = (
         x.data_ptr(),
@@ -212,6 +219,7 @@ def _register() -> None:
         raise SparseMlaError("native: the treatments of non-finite values differ from the core's; this is a bug.")
     store = opaque("store_records", "native", STORE_SCHEMA, _store_records, fake_store)
     load = opaque("load_records", "native", LOAD_SCHEMA, _load_records, fake_load)
+    load_into = opaque("load_records_into", "native", LOAD_SCHEMA_INTO, _load_records_into, fake_load_into)
     pool = opaque("softmax_pool", "native", POOL_SCHEMA, _softmax_pool, fake_pool)
     step = opaque("compress", "native", COMPRESS_SCHEMA, _compress, fake_compress)
     turn = opaque("rope", "native", ROPE_SCHEMA, _rope, fake_rope)
@@ -222,7 +230,10 @@ def _register() -> None:
 
     @LOAD_RECORDS.impl("native", limits=Limits(out_dtypes=LOAD_DTYPES), tolerance=EXACT)
     def run_load(call: LoadRecordsCall) -> Any:
-        return load(*call.flat())
+        if call.out is None:
+            return load(*call.flat())
+        load_into(*call.flat_into())
+        return call.out
 
     @SOFTMAX_POOL.impl("native", limits=Limits(out_dtypes=POOL_DTYPES), tolerance=POOLING)
     def run_pool(call: SoftmaxPoolCall) -> Any:

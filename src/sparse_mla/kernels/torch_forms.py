@@ -288,6 +288,11 @@ def _require_finite(x: torch.Tensor, slots: torch.Tensor) -> None:
 
 @LOAD_RECORDS.impl("neuron", "simulated", limits=Limits(), tolerance=EXACT, rule=_cache_rule, torch_form=True)
 def _load_records(call: LoadRecordsCall, backend: str) -> torch.Tensor:
+    rows = _loaded(call)
+    return rows if call.out is None else call.out.copy_(rows)
+
+
+def _loaded(call: LoadRecordsCall) -> torch.Tensor:
     cache, fmt = call.cache, call.cache.format
     if launch.checks_now(checks_on()):
         check_slots(cache, call.slots, op="load_records")

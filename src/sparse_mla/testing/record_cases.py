@@ -30,6 +30,7 @@ from ..formats import (
     V41_FP8,
     RecordFormat,
 )
+from ..memory import with_huge_pages
 from . import numeric
 from .case import FULL, POISON, Case, Problem
 from .pages import Pages
@@ -261,6 +262,19 @@ class LoadCase(Case):
     skipped: float = 0.1
     out_dtype: torch.dtype = torch.bfloat16
     integers: torch.dtype = torch.int32
+    into: bool = False  # the result goes to memory that the caller keeps
+
+    def empty_out(self, poison: int) -> torch.Tensor | None:
+        """Memory for the result, or None where the call allocates."""
+        if not self.into:
+            return None
+        out = with_huge_pages(torch.empty((*self.shape, self.pages.format.elements), dtype=self.out_dtype))
+        out.view(torch.uint8).fill_(poison)
+        return out
+
+    def call(self, problem: Problem, backend: str | None = None) -> Any:
+        result = super().call(problem, backend)
+        return result.clone() if self.into else result  # the next call writes to the same memory
 
     def build(self, poison: int = POISON) -> Problem:
         g = self.generator()
@@ -278,6 +292,7 @@ class LoadCase(Case):
             "cache": self.pages.cache(pool),
             "slots": slots.to(self.integers),
             "out_dtype": self.out_dtype,
+            "out": self.empty_out(poison),
         }
         return Problem(arguments, {"pool": pool})
 
@@ -316,6 +331,9 @@ def _load() -> Iterator[LoadCase]:
     yield LoadCase(name="bare-tensor", pages=Pages(bare=True, padding_bytes=96), integers=torch.int64)
     yield LoadCase(name="all-skipped", tags=("ugly",), skipped=2.0)
     yield LoadCase(name="no-slots", tags=("ugly",), shape=(0, 4))
+    yield LoadCase(name="into", pages=Pages(num_pages=16), shape=(9, 5), into=True)
+    yield LoadCase(name="into-float32", pages=Pages(format=V41_FP4), out_dtype=torch.float32, into=True)
+    yield LoadCase(name="into-nothing", tags=("ugly",), shape=(0, 4), into=True)
     yield LoadCase(name="page-of-one", tags=("ugly",), pages=Pages(page_size=1, num_pages=64))
     for fmt in (V41_FP8, V41_FP4, INDEX_FORMATS[0]):
         kind = fmt.name.lower().replace("_", "-")
