@@ -106,11 +106,17 @@ def test_torch_records_are_records(fmt: object) -> None:
     ours = load_records(problem.arguments["cache"], problem.arguments["slots"], backend="reference")
     assert frobenius_error(by_torch, ours.double()) < 3e-2
     CONTESTANTS["store_records"]["torch_quantize"](store, [problem])(0)
-    load = LoadCase(name="small", pages=Pages(format=fmt), shape=(50,), skipped=0.0)  # type: ignore[arg-type]
-    problems = rotation(load, SMALL)
-    for name in eager("load_records"):
-        actual = CONTESTANTS["load_records"][name](load, problems)(1)
-        assert torch.equal(actual, load_records(**problems[1].arguments, backend="reference"))  # type: ignore[arg-type]
+    for into in (False, True):
+        load = LoadCase(name="small", pages=Pages(format=fmt), shape=(50,), skipped=0.0, into=into)  # type: ignore[arg-type]
+        problems = rotation(load, SMALL)
+        for name in eager("load_records"):
+            actual = CONTESTANTS["load_records"][name](load, problems)(1)
+            assert (actual is problems[1].arguments["out"]) == into
+            expected = load_records(**problems[1].arguments | {"out": None}, backend="reference")
+            assert torch.equal(actual, expected)  # type: ignore[arg-type]
+    copied = CONTESTANTS["load_records"]["copy_to_new"](load, problems)(0)
+    assert isinstance(copied, torch.Tensor)
+    assert 2 * copied.nbytes == load.nbytes
 
 
 def test_rotation_moves_over_the_footprint() -> None:
@@ -141,7 +147,7 @@ def test_plan_holds_every_promised_row() -> None:
         for rest in ("128x65536-32h", "6x65536-32h", "1x65536-64h", "1x65536-32h"):
             assert f"index_logits/{kind}-{rest}" in names
         assert f"store_records/{kind}-4096" in names
-        assert f"load_records/{kind}-65536" in names
+        assert {f"load_records/{kind}-65536", f"load_records/{kind}-65536-into"} <= set(names)
     for name in ("sparse_decode/verify-6-of-one-8h", "sparse_decode/one-call-hot", "index_topk/fp4-6x1048576",
                  "index_topk/fp4-512x262144", "topk/relu-64x65536-k512", "sparse_prefill/4096x640-64h"):  # fmt: skip
         assert name in names

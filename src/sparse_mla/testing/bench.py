@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +168,10 @@ def _plan() -> Iterator[Entry]:
         kind = fmt.name.removeprefix("V41_").lower()
         store = StoreCase(name=f"{kind}-4096", pages=Pages(format=fmt), n=4096, skipped=0.0)
         yield Entry(case=store, quick=fmt is V41_FP8)
+        # Into memory kept between calls, as the stream roof has it, and into new memory, beside a copy to new memory.
         load = LoadCase(name=f"{kind}-65536", pages=Pages(format=fmt), shape=(65536,), skipped=0.0)
         yield Entry(case=load)
+        yield Entry(case=replace(load, name=f"{kind}-65536-into", into=True), without=("copy_to_new",))
     prefill = PrefillCase(name="4096x640-64h", s_q=4096, s_kv=8192, topk=640, h_q=64, empty=0.0)
     yield Entry(case=prefill, without=("compiled_bmm",))
     yield Entry(case=PoolCase(name="4096-of-2", groups=4096, ratio=2))

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from ..caches import KVScope
 from ..formats import BF16, E2M1, E4M3FN, RecordFormat
+from ..memory import empty_in_huge_pages
 from .case import Problem
 from .timing import Action, product_dtype
 
@@ -286,18 +287,30 @@ def _load(form: str, compiled: bool) -> Maker:
     def make(case: Any, problems: Sequence[Problem]) -> Action:
         fmt: RecordFormat = case.pages.format
 
-        def one(slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-            return decode_records(rows.index_select(0, slots), fmt, form)
+        def one(slots: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+            values = decode_records(rows.index_select(0, slots), fmt, form)
+            return values if out is None else out.copy_(values)
 
         run = torch.compile(one, dynamic=False, fullgraph=True) if compiled else one
 
         def action(number: int) -> object:
             problem = problems[number % len(problems)]
-            return run(problem.truth["slots"], problem.truth["rows"])
+            return run(problem.truth["slots"], problem.truth["rows"], problem.arguments.get("out"))
 
         return action
 
     return make
+
+
+def _copy_to_new(case: Any, problems: Sequence[Problem]) -> Action:
+    """As many bytes as the call reads and writes, copied from memory in order to memory that is new like its result:
+    the stream roof of a call that allocates."""
+    source = problems[0].truth["rows"].view(-1)[: case.nbytes // 2]
+
+    def action(number: int) -> object:
+        return empty_in_huge_pages(source.shape, source.dtype).copy_(source)
+
+    return action
 
 
 # --- pooling, rope, merging ------------------------------------------------------------------------------------------
@@ -411,6 +424,7 @@ CONTESTANTS: dict[str, dict[str, Maker]] = {
         "torch_cast": _load("cast", False),
         "compiled_pair": _load("pair", True),
         "compiled_cast": _load("cast", True),
+        "copy_to_new": _copy_to_new,
     },
     "softmax_pool": {"torch_softmax": _softmax_pool(False), "compiled_softmax": _softmax_pool(True)},
     "rope": {"torch_rope": _rope(False), "compiled_rope": _rope(True)},

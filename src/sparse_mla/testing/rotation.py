@@ -141,9 +141,10 @@ def _load(case: LoadCase, footprint_bytes: int, count: int) -> list[Problem]:
     g = case.generator()
     pages = _sized(case.pages, 1.0, footprint_bytes, 1)
     pool = _pool(pages, pages.format.elements, 1.0, g)
+    out = case.empty_out(0)
     problems = []
     for _ in range(count):
         slots = torch.randint(0, pages.num_slots, case.shape, generator=g)
-        arguments: dict[str, Any] = {"cache": pages.cache(pool), "slots": slots.to(case.integers)}
+        arguments: dict[str, Any] = {"cache": pages.cache(pool), "slots": slots.to(case.integers), "out": out}
         problems.append(Problem(arguments, {"slots": slots.flatten(), "rows": _flat_rows(pages.format, pool)}))
     return problems
