@@ -15,7 +15,11 @@ constexpr TargetId THIS_TARGET = TargetId::AVX512BF16;
 #include "vector_avx512.inc"
 #include "decode_avx512.inc"
 #include "attention_bf16.inc"
+#ifdef SPARSE_MLA_EMULATED_AVX512
+#include "attention_direct_none.inc"  // g++ 12 works on the emulated one for more than ten minutes
+#else
 #include "attention_direct_avx512bf16.inc"
+#endif
 #include "attention.inc"
 #include "merge_partials.inc"
 #include "index_avx512bf16.inc"

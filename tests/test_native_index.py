@@ -186,7 +186,7 @@ def test_extreme_fp4_scales(target, scale):
     assert torch.equal(ours.isnan(), theirs.isnan())
     assert torch.equal(ours.isinf(), theirs.isinf())
     finite = theirs.isfinite()
-    # The processor's bfloat16 dot products read operands below 2^-126 as zero: up to that much for each of 128 elements.
+    # The processor's bfloat16 dot products read operands below 2^-126 as zero, so much for each of 128 elements.
     smallest = 4e-37 if target == "avx512bf16" else 2e-38
     assert torch.allclose(ours[finite], theirs[finite], rtol=1e-5, atol=smallest if scale < 3 else 1e-6)
 

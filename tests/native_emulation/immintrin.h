@@ -46,6 +46,14 @@ inline V convert(const W& w) {
     return vector<V>(out);
 }
 
+template <typename T, int N, typename V, typename Test>
+inline uint32_t compare(const V& a, const V& b, Test test) {
+    const auto x = lanes<T, N>(a), y = lanes<T, N>(b);
+    uint32_t mask = 0;
+    for (int i = 0; i < N; ++i) mask |= uint32_t(test(x.at[i], y.at[i])) << i;
+    return mask;
+}
+
 }  // namespace emulated
 
 #define _mm512_cvtepi8_epi32(a) emulated::convert<int32_t, int8_t, 16, simde__m512i>(a)
@@ -53,6 +61,11 @@ inline V convert(const W& w) {
 #define _mm512_cvtepu16_epi32(a) emulated::convert<int32_t, uint16_t, 16, simde__m512i>(a)
 #define _mm512_cvtepi32_epi16(a) emulated::convert<int16_t, int32_t, 16, simde__m256i>(a)
 #define _mm512_cmpneq_epi32_mask(a, b) simde__mmask16(~simde_mm512_cmpeq_epi32_mask(a, b))
+#define _mm512_cvtepi32_epi8(a) emulated::convert<int8_t, int32_t, 16, simde__m128i>(a)
+#define _mm512_cmpgt_epi16_mask(a, b) emulated::compare<int16_t, 32>(a, b, [](int16_t x, int16_t y) { return x > y; })
+#define _mm512_cmplt_epi16_mask(a, b) emulated::compare<int16_t, 32>(a, b, [](int16_t x, int16_t y) { return x < y; })
+#define _mm512_stream_si512(p, a) simde_mm512_storeu_si512(p, a)
+using __mmask16 = uint16_t;
 using __mmask32 = uint32_t;
 using __mmask64 = uint64_t;
 
@@ -63,6 +76,30 @@ inline simde__m512i _mm512_cvtps_epi32(simde__m512 a) {
         const float r = __builtin_nearbyintf(in.at[i]);
         out.at[i] = r >= -2147483648.0f && r < 2147483648.0f ? int32_t(r) : INT32_MIN;
     }
+    return emulated::vector<simde__m512i>(out);
+}
+
+inline simde__m512i _mm512_mask_cvtps_epi32(simde__m512i kept, uint16_t mask, simde__m512 a) {
+    auto out = emulated::lanes<int32_t, 16>(kept);
+    const auto converted = emulated::lanes<int32_t, 16>(_mm512_cvtps_epi32(a));
+    for (int i = 0; i < 16; ++i)
+        if (mask >> i & 1) out.at[i] = converted.at[i];
+    return emulated::vector<simde__m512i>(out);
+}
+
+inline simde__m512i _mm512_mask_srlv_epi16(simde__m512i kept, uint32_t mask, simde__m512i a, simde__m512i count) {
+    auto out = emulated::lanes<uint16_t, 32>(kept);
+    const auto x = emulated::lanes<uint16_t, 32>(a), n = emulated::lanes<uint16_t, 32>(count);
+    for (int i = 0; i < 32; ++i)
+        if (mask >> i & 1) out.at[i] = n.at[i] < 16 ? uint16_t(x.at[i] >> n.at[i]) : uint16_t(0);
+    return emulated::vector<simde__m512i>(out);
+}
+
+inline simde__m512i _mm512_shuffle_i64x2(simde__m512i a, simde__m512i b, int imm) {
+    const auto x = emulated::lanes<int64_t, 8>(a), y = emulated::lanes<int64_t, 8>(b);
+    emulated::Lanes<int64_t, 8> out;
+    for (int group = 0; group < 4; ++group)
+        for (int i = 0; i < 2; ++i) out.at[2 * group + i] = (group < 2 ? x : y).at[2 * ((imm >> (2 * group)) & 3) + i];
     return emulated::vector<simde__m512i>(out);
 }
 
