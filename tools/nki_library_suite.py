@@ -414,9 +414,10 @@ class Suite:
         elif state == "failed":
             reason = sentence(report)
         seconds = time.process_time() - self.started if report.when == "call" else 0.0
-        state, reason = classify(state, reason, self.expired, self.no_memory)
         if state == "not run" and hasattr(report, "wasxfail"):
             state, reason = "excluded", f"the library expects it to fail {report.wasxfail}".strip()
+        else:
+            state, reason = classify(state, reason, self.expired, self.no_memory)
         self.states[report.nodeid] = state
         self.write(report.nodeid, state, reason, seconds)
 
